@@ -1,0 +1,49 @@
+"""The expert seam: weights as they lie in the checkpoint, and one method that every backend has.
+
+Shape letters: T tokens, D hidden, E experts, I expert intermediate.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from minimoe.routing import Routing
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The experts of one layer: E matrices of each kind, views of the mapped file.
+
+    Attributes:
+        gate_EID, up_EID: E tensors [I, D].
+        down_EDI: E tensors [D, I].
+    """
+
+    gate_EID: Sequence[Tensor]
+    up_EID: Sequence[Tensor]
+    down_EDI: Sequence[Tensor]
+
+
+class Experts(ABC):
+    """Runs the experts of one layer: y_t = sum over the live slots j of w_tj * expert_tj(x_t),
+    with expert(x) = down(silu(gate x) * (up x))."""
+
+    def __init__(self, weights: ExpertWeights) -> None:
+        self.weights = weights
+
+    @abstractmethod
+    def run(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        """The weighted sum of each token's live experts.
+
+        Computes exactly routing.k_T.sum() rows; dead slots cost nothing and a token with k = 0 gets zeros.
+
+        Args:
+            x_TD: in the weights' dtype.
+
+        Returns:
+            y_TD in the dtype of x; the weighted sum is accumulated in float32.
+        """

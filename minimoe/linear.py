@@ -1,0 +1,36 @@
+"""One matrix product with a weight that stays as it lies in the checkpoint: y = x W^T."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Measured (bench/README.md): from this many rows on, widening the weight to float32 first beats the
+# scalar loop that torch falls back to on a CPU without bfloat16 instructions.
+WIDEN_FROM_ROWS = 8
+
+
+def linear(x_TA: Tensor, weight_BA: Tensor) -> Tensor:
+    """x_TA [T, A] times the transpose of weight_BA [B, A], accumulated in float32; the dtype of x.
+
+    A half-precision weight on a CPU without instructions for it is widened to float32 for the length of
+    this one product where that is faster; the result is the same up to the order of the sum.
+    """
+    if (
+        x_TA.device.type == "cpu"
+        and x_TA.dtype in (torch.bfloat16, torch.float16)
+        and x_TA.shape[0] >= WIDEN_FROM_ROWS
+        and not has_native_half(x_TA.dtype)
+    ):
+        return F.linear(x_TA.float(), weight_BA.float()).to(x_TA.dtype)
+    return F.linear(x_TA, weight_BA)
+
+
+@functools.cache
+def has_native_half(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies bfloat16 or float16 matrices with instructions of its own."""
+    supported = "_is_mkldnn_bf16_supported" if dtype == torch.bfloat16 else "_is_mkldnn_fp16_supported"
+    return bool(getattr(torch.ops.mkldnn, supported)())

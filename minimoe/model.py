@@ -1,0 +1,253 @@
+"""OLMoE, from token ids to logits, top to bottom.
+
+Weights are a plain mapping from checkpoint names to tensors, so the same code runs on a mapped file and,
+with gradients, on the parameters of a training step. Nothing here knows which rule routes or which backend
+runs the experts.
+
+Shape letters: T tokens of all sequences laid end to end (no padding), D hidden, H heads, G kv heads, d head
+size, V vocabulary, E experts; N new tokens of one sequence, S all its positions so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minimoe.cache import KVCache
+from minimoe.config import ModelConfig
+from minimoe.errors import NumericalError
+from minimoe.experts import Experts, ExpertWeights
+from minimoe.linear import linear
+from minimoe.probe import Phase, Probe
+from minimoe.routers import Router, RouterContext
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """New tokens of one or more sequences, laid end to end.
+
+    Attributes:
+        ids_T: int64 token ids.
+        new: how many of them belong to each sequence, each at least 1.
+        caches: what each sequence has computed before, or None to attend to the new tokens alone.
+        phase: "prefill" for tokens of a prompt, "decode" for tokens the model wrote itself.
+    """
+
+    ids_T: Tensor
+    new: Sequence[int]
+    caches: Sequence[KVCache] | None = None
+    phase: Phase = "prefill"
+
+    @property
+    def past(self) -> list[int]:
+        """Cached positions of each sequence."""
+        return [cache.length for cache in self.caches] if self.caches is not None else [0] * len(self.new)
+
+    @property
+    def last_rows(self) -> list[int]:
+        """The row of each sequence's last new token."""
+        return [end - 1 for end in accumulate(self.new)]
+
+
+class Olmoe:
+    """A model: a config, weights by checkpoint name, and the backend that runs its experts.
+
+    Args:
+        config: see ModelConfig.
+        weights: every tensor of the checkpoint, per-expert form, all in one dtype on one device.
+        experts: the backend class.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], experts: type[Experts]) -> None:
+        self.config = config
+        self.embed_VD = weights["model.embed_tokens.weight"]
+        self.layers = [Layer(config, weights, layer, experts) for layer in range(config.num_layers)]
+        self.norm_D = weights["model.norm.weight"]
+        self.head_VD = weights["lm_head.weight"]
+        self.dtype = self.embed_VD.dtype
+        self.device = self.embed_VD.device
+        # Angles in float32, whatever the model's dtype: position x base^(-2i/d).
+        inverse = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)
+        angles = torch.arange(config.max_positions, dtype=torch.float32)[:, None] * inverse
+        self.cos_Sd = torch.cat([angles, angles], dim=-1).cos().to(self.device, self.dtype)
+        self.sin_Sd = torch.cat([angles, angles], dim=-1).sin().to(self.device, self.dtype)
+
+    def forward(
+        self, batch: Batch, router: Router, probe: Probe | None = None, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Run all layers over the new tokens and extend the caches.
+
+        Args:
+            batch: the tokens. Their positions follow each cache's length.
+            router: the rule for every layer.
+            probe: sees spans and routings.
+            generator: randomness for rules that draw.
+
+        Returns:
+            hidden_TD after the final norm; `head` turns rows of it into logits.
+
+        Raises:
+            NumericalError: router logits that are not finite; names the layer.
+        """
+        probe = probe or Probe()
+        past = batch.past
+        probe.step(batch.phase, batch.new, past)
+        positions_T = torch.cat([torch.arange(p, p + n) for p, n in zip(past, batch.new, strict=True)]).to(self.device)
+        sequence_T = torch.repeat_interleave(torch.arange(len(batch.new)), torch.tensor(batch.new)).to(self.device)
+        rotation = self.cos_Sd[positions_T][:, None], self.sin_Sd[positions_T][:, None]
+        with probe.span("embed"):
+            x_TD = F.embedding(batch.ids_T, self.embed_VD)
+        for index, layer in enumerate(self.layers):
+            context = RouterContext(
+                layer=index,
+                phase=batch.phase,
+                ids_T=batch.ids_T,
+                positions_T=positions_T,
+                sequence_T=sequence_T,
+                top_k=self.config.top_k,
+                norm_topk_prob=self.config.norm_topk_prob,
+                generator=generator,
+            )
+            x_TD = layer.forward(x_TD, rotation, batch, router, context, probe)
+        for cache, count in zip(batch.caches or (), batch.new, strict=False):
+            cache.advance(count)
+        with probe.span("norm"):
+            return rms_norm(x_TD, self.norm_D, self.config.rms_norm_eps)
+
+    def head(self, hidden_TD: Tensor, probe: Probe | None = None) -> Tensor:
+        """Logits [T, V] of hidden states, in the model's dtype."""
+        probe = probe or Probe()
+        probe.headed(hidden_TD.shape[0])
+        with probe.span("head"):
+            return linear(hidden_TD, self.head_VD)
+
+
+class Layer:
+    """One pre-norm block: attention, then the sparse mixture of experts."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Mapping[str, Tensor], index: int, experts: type[Experts]
+    ) -> None:
+        def weight(name: str) -> Tensor:
+            return weights[f"model.layers.{index}.{name}.weight"]
+
+        def each_expert(name: str) -> list[Tensor]:
+            return [weight(f"mlp.experts.{e}.{name}") for e in range(config.num_experts)]
+
+        self.config = config
+        self.index = index
+        self.attention_norm_D = weight("input_layernorm")
+        self.query_DD = weight("self_attn.q_proj")
+        self.key_GdD = weight("self_attn.k_proj")
+        self.value_GdD = weight("self_attn.v_proj")
+        self.out_DD = weight("self_attn.o_proj")
+        self.query_norm_D = weight("self_attn.q_norm")
+        self.key_norm_Gd = weight("self_attn.k_norm")
+        self.moe_norm_D = weight("post_attention_layernorm")
+        self.gate_ED = weight("mlp.gate")
+        self.experts = experts(
+            ExpertWeights(each_expert("gate_proj"), each_expert("up_proj"), each_expert("down_proj"))
+        )
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        batch: Batch,
+        router: Router,
+        context: RouterContext,
+        probe: Probe,
+    ) -> Tensor:
+        with probe.span("attention", self.index):
+            normed_TD = rms_norm(x_TD, self.attention_norm_D, self.config.rms_norm_eps)
+            x_TD = x_TD + self._attention(normed_TD, rotation, batch)
+        with probe.span("gate", self.index):
+            normed_TD = rms_norm(x_TD, self.moe_norm_D, self.config.rms_norm_eps)
+            logits_TE = linear(normed_TD, self.gate_ED)
+            if not bool(torch.isfinite(logits_TE).all()):
+                raise NumericalError(
+                    f"layer {self.index}: the router logits are not finite; the weights or the inputs are broken."
+                )
+        with probe.span("rule", self.index):
+            routing = router.route(logits_TE, context)
+        probe.routed(self.index, routing, logits_TE)
+        with probe.span("experts", self.index):
+            return x_TD + self.experts.run(normed_TD, routing)
+
+    def _attention(self, x_TD: Tensor, rotation: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
+        config = self.config
+        # q/k norm over the whole projection, then clip, then RoPE: OLMoE's order.
+        q_TD = rms_norm(linear(x_TD, self.query_DD), self.query_norm_D, config.rms_norm_eps)
+        k_TGd = rms_norm(linear(x_TD, self.key_GdD), self.key_norm_Gd, config.rms_norm_eps)
+        v_TGd = linear(x_TD, self.value_GdD)
+        if config.clip_qkv is not None:
+            q_TD, k_TGd, v_TGd = (t.clamp(-config.clip_qkv, config.clip_qkv) for t in (q_TD, k_TGd, v_TGd))
+        queries = rotate(q_TD.unflatten(-1, (config.num_heads, config.head_dim)), *rotation)
+        keys = rotate(k_TGd.unflatten(-1, (config.num_kv_heads, config.head_dim)), *rotation)
+        values = v_TGd.unflatten(-1, (config.num_kv_heads, config.head_dim))
+        if batch.caches is None and len(set(batch.new)) == 1:
+            mixed_THd = _attend_alike(queries, keys, values, batch.new[0])
+        else:
+            mixed_THd = self._attend_each(queries, keys, values, batch)
+        return linear(mixed_THd.flatten(-2), self.out_DD)
+
+    def _attend_each(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, batch: Batch) -> Tensor:
+        """One sequence at a time: each has its own length, and none sees another."""
+        parts = zip(*(t.split(list(batch.new)) for t in (q_THd, k_TGd, v_TGd)), strict=True)
+        mixed = []
+        for sequence, (q_NHd, k_NGd, v_NGd) in enumerate(parts):
+            if batch.caches is not None:
+                k_GSd, v_GSd = batch.caches[sequence].extend(self.index, k_NGd, v_NGd)
+            else:
+                k_GSd, v_GSd = k_NGd.transpose(0, 1), v_NGd.transpose(0, 1)
+            mixed.append(attend(q_NHd, k_GSd, v_GSd))
+        return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight: statistics in float32, back to x's dtype, then the weight."""
+    if x_TD.dtype == torch.float32:
+        return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+    x32_TD = x_TD.float()
+    return weight_D * (x32_TD * torch.rsqrt(x32_TD.pow(2).mean(-1, keepdim=True) + eps)).to(x_TD.dtype)
+
+
+def rotate(x_THd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
+    """Rotary position embedding on half-split pairs: dimension i turns with dimension i + d/2."""
+    low, high = x_THd.chunk(2, dim=-1)
+    return x_THd * cos_T1d + torch.cat([-high, low], dim=-1) * sin_T1d
+
+
+def attend(q_NHd: Tensor, k_GSd: Tensor, v_GSd: Tensor) -> Tensor:
+    """Causal attention of the last N positions of one sequence over all its S; returns [N, H, d].
+
+    H may be a multiple of G (grouped queries). The mask is aligned to the end: query n sees S - N + n + 1 keys.
+    """
+    N, H, d = q_NHd.shape
+    G, S = k_GSd.shape[:2]
+    if N == 1:
+        # A lone query sees everything; a group's queries are then rows of one product over its kv head.
+        mixed = F.scaled_dot_product_attention(q_NHd.view(1, G, H // G, d), k_GSd[None], v_GSd[None])
+        return mixed.reshape(1, H, d)
+    mask = None if N == S else torch.ones(N, S, dtype=torch.bool, device=q_NHd.device).tril(S - N)
+    mixed = F.scaled_dot_product_attention(
+        q_NHd.transpose(0, 1)[None],
+        k_GSd[None],
+        v_GSd[None],
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=H != G,
+    )
+    return mixed[0].transpose(0, 1)
+
+
+def _attend_alike(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, length: int) -> Tensor:
+    """Fresh sequences of one length go through one call; what a training step is made of."""
+    q, k, v = (t.unflatten(0, (-1, length)).transpose(1, 2) for t in (q_THd, k_TGd, v_TGd))
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return mixed.transpose(1, 2).flatten(0, 1)

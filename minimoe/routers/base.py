@@ -1,0 +1,146 @@
+"""What a routing rule is given, and what the rules that keep a prefix of the ranking share.
+
+Shape letters: T tokens, E experts, K slots.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from minimoe.errors import InputError
+from minimoe.probe import Phase
+from minimoe.routing import Routing
+
+Renorm = Literal["model", "none", "kept", "topk"]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterContext:
+    """What a rule may know about the tokens it routes, besides their logits.
+
+    Attributes:
+        layer: index of the layer, from 0.
+        phase: "prefill" or "decode"; a one-token prompt is a prefill.
+        ids_T, positions_T, sequence_T: int64; token id, position in its own sequence, and which
+            sequence of the batch the token belongs to.
+        top_k: the model's own number of experts per token.
+        norm_topk_prob: whether the model's own rule makes the kept weights sum to 1.
+        generator: seeded randomness for rules that draw, or None.
+    """
+
+    layer: int
+    phase: Phase
+    ids_T: Tensor
+    positions_T: Tensor
+    sequence_T: Tensor
+    top_k: int
+    norm_topk_prob: bool
+    generator: torch.Generator | None = None
+
+
+class Router(ABC):
+    """A routing rule: sees router logits and a context, and nothing of the backend that will run the experts."""
+
+    @abstractmethod
+    def route(self, logits_TE: Tensor, context: RouterContext) -> Routing:
+        """Choose experts and weights for each of T tokens.
+
+        Args:
+            logits_TE: the gate's output in the model's dtype; finite.
+            context: see RouterContext.
+        """
+
+
+def rank(logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax in float32 and the experts in descending order of probability; ties go to the lowest id.
+
+    Returns:
+        (sorted_probs_TE float32, experts_TE int64). The sort is stable, which is what settles ties alike
+        on every device; torch.topk does not.
+    """
+    probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+    return torch.sort(probs_TE, dim=-1, descending=True, stable=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixRouter(Router):
+    """A rule that keeps the k best experts of each token, and only has to say how many: `count`.
+
+    Attributes:
+        cap: the most experts a token may use; by default the model's own top-k.
+        floor: the fewest, 1 by default.
+        renorm: what the kept weights sum to. "none": they stay the raw softmax probabilities and pruned
+            mass is lost; "kept": 1; "topk": the mass of the model's own top-k; "model" (default): "kept"
+            where the model's config sets norm_topk_prob, else "none".
+    """
+
+    cap: int | None = None
+    floor: int = 1
+    renorm: Renorm = "model"
+
+    def __post_init__(self) -> None:
+        if self.cap is not None and self.cap < 1:
+            raise InputError(f"cap must be at least 1, not {self.cap}.")
+        if self.floor < 0:
+            raise InputError(f"floor must be at least 0, not {self.floor}.")
+        if self.cap is not None and self.floor > self.cap:
+            raise InputError(f"floor {self.floor} is above cap {self.cap}.")
+
+    @abstractmethod
+    def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
+        """How many of the best experts each token wants, int64 [T]; `route` applies floor and cap.
+
+        Args:
+            sorted_probs_TE: float32 softmax probabilities, each row in descending order.
+        """
+
+    def limit(self, context: RouterContext) -> int:
+        """The most experts that this rule gives a token: the width of its Routing."""
+        return context.top_k if self.cap is None else self.cap
+
+    def route(self, logits_TE: Tensor, context: RouterContext) -> Routing:
+        """Rank, count, cut.
+
+        Raises:
+            InputError: the cap is above the model's number of experts, or the floor above the cap.
+        """
+        num_experts = logits_TE.shape[-1]
+        limit = self.limit(context)
+        if limit > num_experts:
+            raise InputError(f"the router asks for up to {limit} experts a token, but the model has {num_experts}.")
+        if self.floor > limit:
+            raise InputError(f"the router's floor {self.floor} is above its cap of {limit} experts a token.")
+        sorted_probs_TE, experts_TE = rank(logits_TE)
+        k_T = self.count(sorted_probs_TE, context).clamp(self.floor, limit)
+        routing = Routing.from_ranking(experts_TE[:, :limit], sorted_probs_TE[:, :limit], k_T, num_experts)
+        wanted_T = self._mass(sorted_probs_TE, context)
+        if wanted_T is None:
+            return routing
+        kept_T = routing.weights_TK.sum(dim=-1)
+        # A token without experts has no mass to share out; its factor must not be 0 / 0.
+        factor_T = torch.where(kept_T > 0, wanted_T / kept_T, torch.ones_like(kept_T))
+        return Routing(routing.experts_TK, routing.weights_TK * factor_T[:, None], routing.k_T, num_experts)
+
+    def _mass(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor | None:
+        """What each token's kept weights are made to sum to, float32 [T], or None to leave them alone."""
+        renorm = ("kept" if context.norm_topk_prob else "none") if self.renorm == "model" else self.renorm
+        if renorm == "none":
+            return None
+        if renorm == "kept":
+            return sorted_probs_TE.new_ones(sorted_probs_TE.shape[0])
+        return sorted_probs_TE[:, : context.top_k].sum(dim=-1)
+
+
+def check_fraction(name: str, value: float) -> None:
+    """Refuse what is not a number from 0 to 1 (NaN included).
+
+    Raises:
+        InputError: names the key and the value.
+    """
+    if not 0 <= value <= 1:
+        raise InputError(f"{name} must lie between 0 and 1, not {value}.")

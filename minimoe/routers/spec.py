@@ -1,0 +1,158 @@
+"""From what a person types after --router to a rule: `elbow`, `top_p:p=0.6,cap=16`, `./my_rule.py:MyRule`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from minimoe.errors import InputError
+from minimoe.routers import ROUTERS, Router
+
+
+def parse_router(spec: str | Router) -> Router:
+    """Build the rule that a SPEC names.
+
+    SPEC is `name`, `name:key=value,key=value`, `path.py:Class` or `package.module:Class`, each of the
+    latter with `:key=value,...` after it if the class takes arguments. `-` and `_` are alike in names and
+    keys. A Router that is already built passes through.
+
+    Raises:
+        InputError: an unknown name or key (the valid ones are listed), a value of the wrong kind, a file or
+            class that is not there or cannot be imported, or one that is not a rule.
+    """
+    if isinstance(spec, Router):
+        return spec
+    if not isinstance(spec, str):
+        raise InputError(f"a router is a text such as 'elbow' or an object with a route method, not {spec!r}.")
+    name, _, rest = spec.strip().partition(":")
+    key = name.replace("-", "_")
+    if key in ROUTERS:
+        return _build(key, ROUTERS[key], rest)
+    if name.endswith(".py") or "." in name or "/" in name:
+        class_name, _, arguments = rest.partition(":")
+        return _build(f"{name}:{class_name}", _user_class(name, class_name), arguments)
+    raise InputError(
+        f"unknown router {name!r}; choose one of {', '.join(ROUTERS)}, or name your own as path.py:Class."
+    )
+
+
+def parameters(rule: Callable[..., Router]) -> dict[str, inspect.Parameter]:
+    """The keys that a rule takes, by name, with their types resolved and their defaults."""
+    signature = inspect.signature(rule)
+    hints: dict[str, Any] = {}
+    for source in (getattr(rule, "__init__", None), rule):  # a dataclass has its hints on the class
+        try:
+            hints |= typing.get_type_hints(source)
+        except (NameError, TypeError, AttributeError):
+            continue  # hints that cannot be resolved leave their values as text
+    keyed = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {
+        name: parameter.replace(annotation=hints.get(name, str))
+        for name, parameter in signature.parameters.items()
+        if parameter.kind in keyed
+    }
+
+
+def _build(name: str, rule: Callable[..., Router], text: str) -> Router:
+    known = parameters(rule)
+    arguments: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = item.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals:
+            raise InputError(f"router {name}: write key=value, not {item!r}.")
+        if key not in known:
+            raise InputError(f"router {name} has no key {key!r}; its keys are {', '.join(known) or '(none)'}.")
+        if key in arguments:
+            raise InputError(f"router {name}: {key} is given twice.")
+        arguments[key] = _convert(f"router {name}: {key}", value.strip(), known[key].annotation)
+    missing = [key for key, p in known.items() if p.default is inspect.Parameter.empty and key not in arguments]
+    if missing:
+        raise InputError(f"router {name} needs a value for {', '.join(missing)}, as in {name}:{missing[0]}=VALUE.")
+    try:
+        router = rule(**arguments)
+    except InputError as error:
+        raise InputError(f"router {name}: {error}") from None
+    if not callable(getattr(router, "route", None)):
+        raise InputError(f"router {name} is not a rule: it has no route method.")
+    return router
+
+
+def _convert(what: str, text: str, kind: Any) -> Any:
+    """Text to the type that the rule's signature declares."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        options = [option for option in typing.get_args(kind) if option is not types.NoneType]
+        if text.lower() == "none" and len(options) < len(typing.get_args(kind)):
+            return None
+        kind = options[0]
+    if typing.get_origin(kind) is typing.Literal:
+        choices = typing.get_args(kind)
+        if text not in choices:
+            raise InputError(f"{what} must be one of {', '.join(map(str, choices))}, not {text!r}.")
+        return text
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise InputError(f"{what} must be true or false, not {text!r}.")
+        return text.lower() == "true"
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            noun = "a whole number" if kind is int else "a number"
+            raise InputError(f"{what} must be {noun}, not {text!r}.") from None
+    return text
+
+
+def _user_class(place: str, class_name: str) -> Callable[..., Router]:
+    if not class_name:
+        raise InputError(f"say which class of {place} is the router, as in {place}:MyRule.")
+    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    found = getattr(module, class_name, None)
+    if not isinstance(found, type):
+        classes = [
+            name
+            for name, value in vars(module).items()
+            if isinstance(value, type) and value.__module__ == module.__name__
+        ]
+        raise InputError(f"{place} has no class {class_name!r}; it has {', '.join(classes) or 'no class'}.")
+    if inspect.isabstract(found):
+        raise InputError(
+            f"{place}:{class_name} is unfinished: it lacks {', '.join(sorted(found.__abstractmethods__))}."
+        )
+    return found
+
+
+def _load_file(path: Path) -> types.ModuleType:
+    if not path.is_file():
+        raise InputError(f"there is no file {path}, which the router names.")
+    name = f"_minimoe_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    return _import(str(path), lambda: _execute(spec.loader, module, name))
+
+
+def _execute(loader: Any, module: types.ModuleType, name: str) -> types.ModuleType:
+    import sys
+
+    # Dataclasses look their module up while the class body runs.
+    sys.modules[name] = module
+    loader.exec_module(module)
+    return module
+
+
+def _load_module(name: str) -> types.ModuleType:
+    return _import(name, lambda: importlib.import_module(name))
+
+
+def _import(place: str, action: Callable[[], types.ModuleType]) -> types.ModuleType:
+    try:
+        return action()
+    except Exception as error:  # whatever the user's own code raises is the user's to read
+        raise InputError(f"{place} could not be imported: {type(error).__name__}: {error}.") from error

@@ -1,0 +1,111 @@
+"""From logits to the next token.
+
+Shape letters: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minimoe.errors import InputError, NumericalError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to choose a token. Applied in this order, as transformers does.
+
+    Attributes:
+        repetition_penalty: logits of tokens already there are divided (if positive) or multiplied by it; 1 is off.
+        temperature: logits are divided by it; 0 takes the most probable token (greedy).
+        top_k: keep the k most probable tokens; 0 is off.
+        top_p: keep the smallest set of tokens that reaches this probability; 1 is off.
+        min_p: drop tokens under this fraction of the best one's probability; 0 is off.
+        seed: of the generator that draws.
+
+    Raises:
+        InputError: a value outside its range.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise InputError(f"temperature must be a number of at least 0, not {self.temperature}.")
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
+            raise InputError(f"top-k must be a whole number of at least 0 (0 is off), not {self.top_k}.")
+        if not 0 <= self.top_p <= 1:
+            raise InputError(f"top-p must lie between 0 and 1, not {self.top_p}.")
+        if not 0 <= self.min_p <= 1:
+            raise InputError(f"min-p must lie between 0 and 1, not {self.min_p}.")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise InputError(f"the repetition penalty must be a number above 0, not {self.repetition_penalty}.")
+        if not -(2**63) <= self.seed < 2**63:
+            raise InputError(f"the seed must fit in 64 bits, not be {self.seed}.")
+
+
+class Sampler:
+    """Chooses the tokens of one sequence, with randomness of its own: no other sequence changes its draws."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self._generator = torch.Generator().manual_seed(sampling.seed)
+
+    def choose(self, logits_V: Tensor, history: Sequence[int], step: int) -> int:
+        """The next token.
+
+        Args:
+            logits_V: any float dtype.
+            history: prompt and generated tokens so far, for the repetition penalty.
+            step: index of the new token, named if the logits are broken.
+
+        Raises:
+            NumericalError: logits that are not finite.
+        """
+        sampling = self.sampling
+        logits_V = logits_V.float().cpu()
+        if not bool(torch.isfinite(logits_V).all()):
+            raise NumericalError(f"the logits of new token {step} are not finite; the weights are broken.")
+        if sampling.repetition_penalty != 1 and history:
+            logits_V = penalise(logits_V, history, sampling.repetition_penalty)
+        if sampling.temperature == 0:
+            return int(logits_V.argmax())
+        probs_V = probabilities(logits_V, sampling)
+        return int(torch.multinomial(probs_V, 1, generator=self._generator))
+
+
+def penalise(logits_V: Tensor, history: Sequence[int], penalty: float) -> Tensor:
+    """Make tokens that are already there less likely (CTRL, Keskar et al. 2019, equation in section 4.1)."""
+    seen = torch.tensor(sorted(set(history)))
+    values = logits_V[seen]
+    return logits_V.index_copy(0, seen, torch.where(values > 0, values / penalty, values * penalty))
+
+
+def probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:
+    """The distribution [V], float64, that a draw comes from; temperature must be above 0.
+
+    The most probable token always survives every filter.
+    """
+    # The largest logit moves to 0 first, so that a tiny temperature sends the rest to -inf and never overflows.
+    scaled_V = (logits_V.double() - logits_V.max()) / sampling.temperature
+    if 0 < sampling.top_k < logits_V.numel():
+        kth = scaled_V.topk(sampling.top_k).values[-1]
+        scaled_V = scaled_V.masked_fill(scaled_V < kth, -math.inf)
+    probs_V = scaled_V.softmax(-1)
+    if sampling.top_p < 1:
+        sorted_V, order_V = probs_V.sort(descending=True, stable=True)
+        reached_V = sorted_V.cumsum(-1) - sorted_V >= sampling.top_p  # without the token itself
+        reached_V[0] = False
+        probs_V = probs_V.index_fill(0, order_V[reached_V], 0.0)
+    if sampling.min_p > 0:
+        probs_V = probs_V.masked_fill(probs_V < sampling.min_p * probs_V.max(), 0.0)
+    return probs_V / probs_V.sum()
