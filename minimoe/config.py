@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -119,7 +119,7 @@ def _count(raw: Mapping[str, Any], key: str, default: Any = None) -> int:
 def _positive(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
     value = raw.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         raise InputError(f"config.json: {key} must be a number above 0, not {value!r}.")
     return float(value)
 
@@ -134,18 +134,20 @@ def _switch(raw: Mapping[str, Any], key: str) -> bool:
 
 def _rope_theta(raw: Mapping[str, Any]) -> float:
     """The RoPE base: `rope_theta` in transformers 4, `rope_parameters.rope_theta` in transformers 5."""
-    parameters = raw.get("rope_parameters") or {}
+    parameters = raw.get("rope_parameters")
+    parameters = {} if parameters is None else parameters
     if not isinstance(parameters, Mapping):
         raise InputError(f"config.json: rope_parameters must be an object, not {parameters!r}.")
     for source in (parameters, raw.get("rope_scaling") or {}):
         kind = source.get("rope_type", source.get("type", "default")) if isinstance(source, Mapping) else source
         if kind != "default":
             raise InputError(f"config.json asks for RoPE of type {kind!r}; only the default type is supported.")
-    return _positive(parameters if "rope_theta" in parameters else raw, "rope_theta", ROPE_THETA)
+    return _positive(raw if parameters.get("rope_theta") is None else parameters, "rope_theta", ROPE_THETA)
 
 
 def _dtype(raw: Mapping[str, Any]) -> str | None:
-    value = raw.get("dtype", raw.get("torch_dtype"))
+    value = raw.get("dtype")
+    value = raw.get("torch_dtype") if value is None else value
     if value is not None and not isinstance(value, str):
         raise InputError(f"config.json: dtype must be a name such as 'bfloat16', not {value!r}.")
     return value.removeprefix("torch.") if value else None

@@ -2,50 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minimoe.cache import KVCache
+from minimoe.chat import Chat
 from minimoe.checkpoint import read_checkpoint
 from minimoe.config import ModelConfig
 from minimoe.errors import InputError
 from minimoe.experts import find_backend
-from minimoe.generation import Batcher, Generation, Request
+from minimoe.generation import Batcher, Generation, Request, Stream
 from minimoe.hub import resolve
 from minimoe.linear import has_native_half
-from minimoe.model import Batch, Olmoe
+from minimoe.model import Olmoe
 from minimoe.probe import Probe
 from minimoe.profiler import Profile, Profiler, timed
 from minimoe.routers import Router
 from minimoe.routers.spec import parse_router
 from minimoe.sampling import Sampling
+from minimoe.scoring import Score, cut, score
 from minimoe.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_MODEL = "tiny"
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """How likely a model finds a continuation.
-
-    Attributes:
-        logprob: sum over the continuation's tokens, natural logarithm (nats).
-        logprobs: one value a token.
-        tokens: the continuation's token ids.
-        greedy: whether every token was the model's most probable one.
-    """
-
-    logprob: float
-    logprobs: list[float]
-    tokens: list[int]
-    greedy: bool
 
 
 class Engine:
@@ -89,7 +74,7 @@ class Engine:
         stop: str | Sequence[str] = (),
         routing: bool = True,
         probe: Probe | None = None,
-        **sampling: float,
+        **sampling: Any,
     ) -> Generation | list[Generation]:
         """Continue one prompt, or many in one batch.
 
@@ -111,18 +96,16 @@ class Engine:
         """
         many = not isinstance(prompt, str) and any(not isinstance(item, int) for item in prompt)
         prompts: Sequence[Prompt] = prompt if many else [prompt]  # type: ignore[assignment, list-item]
-        chosen = _sampling(sampling)
+        options = {"max_new_tokens": max_new_tokens, "stop": stop, "routing": routing, **sampling}
+        requests = [self.request(item, **options) for item in prompts]
         requests = [
-            self._request(item, max_new_tokens, stop, _sampling({**sampling, "seed": chosen.seed + i}), routing)
-            for i, item in enumerate(prompts)
+            replace(request, sampling=replace(request.sampling, seed=request.sampling.seed + i))
+            for i, request in enumerate(requests)
         ]
-        results: list[Generation | None] = [None] * len(requests)
         with torch.inference_mode():
-            for index, _, result in self._batcher(probe).run(requests, chosen.seed):
-                if result is not None:
-                    results[index] = result
-        finished = [result for result in results if result is not None]
-        return finished if many else finished[0]
+            results = {index: result for index, _, result in self.batcher(probe).run(requests) if result}
+        in_order = [results[index] for index in range(len(requests))]
+        return in_order if many else in_order[0]
 
     def stream(
         self,
@@ -132,21 +115,20 @@ class Engine:
         stop: str | Sequence[str] = (),
         routing: bool = False,
         probe: Probe | None = None,
-        **sampling: float,
+        **sampling: Any,
     ) -> Stream:
         """Continue one prompt, text piece by text piece; `Stream.result` holds the Generation at the end.
 
         Arguments and errors are those of `generate`; bad ones are refused before the first piece.
         """
-        chosen = _sampling(sampling)
-        request = self._request(prompt, max_new_tokens, stop, chosen, routing)
-        return Stream(self._batcher(probe).run([request], chosen.seed))
+        request = self.request(prompt, max_new_tokens=max_new_tokens, stop=stop, routing=routing, **sampling)
+        return Stream(self.batcher(probe).run([request]))
 
-    def chat(self, **options: object) -> Chat:
-        """A conversation; `Chat.say` answers. Options are those of `stream`.
+    def chat(self, **options: Any) -> Chat:
+        """A conversation; `Chat.say` answers. Options: max_new_tokens, stop and fields of Sampling.
 
         Raises:
-            InputError: the model has no chat template.
+            InputError: the model has no chat template, or an option is out of range.
         """
         return Chat(self, options)
 
@@ -163,37 +145,26 @@ class Engine:
         if isinstance(context, str) != isinstance(continuation, str):
             raise InputError("score needs context and continuation both as text or both as token ids.")
         if isinstance(context, str) and isinstance(continuation, str):
-            context_ids, ids = self._cut(context, continuation)
+            context_ids, ids = cut(self.tokenizer, context, continuation)
         else:
             context_ids, ids = list(context), list(continuation)  # type: ignore[arg-type]
-            self._check_ids(context_ids + ids)
+            self._check_ids([*context_ids, *ids])
         if not ids:
             raise InputError("there is no continuation to score.")
         context_ids = context_ids or [self._first_token()]
         self._check_length(len(context_ids) + len(ids))
-        fed = [*context_ids, *ids][:-1]
-        with torch.inference_mode():
-            batch = Batch(torch.tensor(fed, device=self.model.device), [len(fed)])
-            hidden_TD = self.model.forward(batch, self.router, probe)
-            logits_NV = self.model.head(hidden_TD[-len(ids) :], probe).float()
-        logprobs_N = _gather_logprobs(logits_NV, ids)
-        return Score(
-            logprob=sum(logprobs_N),
-            logprobs=logprobs_N,
-            tokens=ids,
-            greedy=logits_NV.argmax(-1).tolist() == ids,
-        )
+        return score(self.model, self.router, context_ids, ids, probe)
 
-    def profile(self, prompt: Prompt, *, max_new_tokens: int = 64, **sampling: float) -> Profile:
+    def profile(self, prompt: Prompt, *, max_new_tokens: int = 64, **sampling: Any) -> Profile:
         """Generate twice, once unprobed and once measured, and say where time, FLOPs and bytes go.
 
         The same tokens are run both times, after a warm-up pass, so that the cost of measuring is visible.
         """
-        request = self._request(prompt, max_new_tokens, (), _sampling(sampling), False)
+        request = self.request(prompt, max_new_tokens=max_new_tokens, **sampling)
 
         def work(probe: Probe | None) -> Generation:
             with torch.inference_mode():
-                return [result for _, _, result in self._batcher(probe).run([request]) if result][0]
+                return next(result for _, _, result in self.batcher(probe).run([request]) if result)
 
         work(None)
         profiler = Profiler(self.config, self.model.dtype, self.model.device)
@@ -207,38 +178,36 @@ class Engine:
         Raises:
             InputError: ids outside the vocabulary, or longer than the context.
         """
-        if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt)
-        else:
-            ids = list(prompt)
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_ids(ids)
         ids = ids or [self._first_token()]
         self._check_length(len(ids))
         return ids
 
-    def _request(
-        self, prompt: Prompt, max_new_tokens: int, stop: str | Sequence[str], sampling: Sampling, record: bool
+    def request(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 64,
+        stop: str | Sequence[str] = (),
+        routing: bool = False,
+        **sampling: Any,
     ) -> Request:
+        """A checked Request; arguments and errors are those of `generate`."""
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
             raise InputError(f"max_new_tokens must be a whole number of at least 0, not {max_new_tokens!r}.")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in stops:
             raise InputError("a stop text must not be empty.")
-        return Request(self.encode_prompt(prompt), max_new_tokens, sampling, stops, record=record)
+        unknown = [key for key in sampling if key not in Sampling.__dataclass_fields__]
+        if unknown:
+            known = ", ".join(Sampling.__dataclass_fields__)
+            raise InputError(f"unknown option {unknown[0]!r}; the sampling options are {known}.")
+        return Request(self.encode_prompt(prompt), max_new_tokens, Sampling(**sampling), stops, record=routing)
 
-    def _batcher(self, probe: Probe | None) -> Batcher:
+    def batcher(self, probe: Probe | None = None) -> Batcher:
+        """What runs requests on this engine."""
         return Batcher(self.model, self.tokenizer, self.router, self.eos_token_ids, probe)
-
-    def _cut(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        spaces = len(context) - len(context.rstrip())
-        if spaces:
-            continuation, context = context[-spaces:] + continuation, context[:-spaces]
-        context_ids = self.tokenizer.encode(context)
-        whole = self.tokenizer.encode(context + continuation)
-        # Where a token spans the join, the context ends before it.
-        while context_ids and whole[: len(context_ids)] != context_ids:
-            context_ids.pop()
-        return context_ids, whole[len(context_ids) :]
 
     def _first_token(self) -> int:
         if self.config.bos_token_id is not None:
@@ -250,90 +219,14 @@ class Engine:
     def _check_ids(self, ids: Sequence[int]) -> None:
         for i in ids:
             if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.config.vocab_size:
-                raise InputError(f"{i!r} is not a token id of this model; they run from 0 to {self.config.vocab_size - 1}.")
+                last = self.config.vocab_size - 1
+                raise InputError(f"{i!r} is not a token id of this model; they run from 0 to {last}.")
 
     def _check_length(self, length: int) -> None:
         if length > self.config.max_positions:
             raise InputError(
                 f"the text has {length} tokens, but the model's context holds {self.config.max_positions}; shorten it."
             )
-
-
-class Stream(Iterator[str]):
-    """Pieces of text as they become certain; joined they are the whole text.
-
-    Attributes:
-        result: the Generation, once the stream has ended; None before.
-    """
-
-    def __init__(self, events: Iterator[tuple[int, str, Generation | None]]) -> None:
-        self._events = events
-        self.result: Generation | None = None
-
-    def __next__(self) -> str:
-        while self.result is None:
-            with torch.inference_mode():
-                _, piece, self.result = next(self._events)
-            if piece:
-                return piece
-        raise StopIteration
-
-
-class Chat:
-    """A conversation. The cache keeps what is already computed, so that a turn only runs its new tokens."""
-
-    def __init__(self, engine: Engine, options: Mapping[str, object]) -> None:
-        self.engine = engine
-        self.messages: list[dict[str, str]] = []
-        self._options = dict(options)
-        self._ids: list[int] = []  # what the cache holds
-        self._cache: KVCache | None = None
-        if engine.tokenizer.chat_template is None:
-            engine.tokenizer.chat([])  # says that there is no template
-
-    def say(self, text: str) -> Iterator[str]:
-        """The model's answer, piece by piece. A turn that fails leaves the conversation as it was.
-
-        Raises:
-            InputError: the conversation no longer fits the model's context (names both sizes).
-        """
-        messages = [*self.messages, {"role": "user", "content": text}]
-        ids = self.engine.tokenizer.chat(messages)
-        options = dict(self._options)
-        request = self.engine._request(  # noqa: SLF001 - a Chat is a part of the engine
-            ids,
-            options.pop("max_new_tokens", 256),  # type: ignore[arg-type]
-            options.pop("stop", ()),  # type: ignore[arg-type]
-            _sampling(options),  # type: ignore[arg-type]
-            record=False,
-        )
-        request = self._resume(request)
-        stream = Stream(self.engine._batcher(None).run([request]))  # noqa: SLF001
-        yield from stream
-        assert stream.result is not None
-        self._ids = [*ids, *stream.result.tokens][: request.cache.length if request.cache else 0]
-        self.messages = [*messages, {"role": "assistant", "content": stream.result.text}]
-
-    def _resume(self, request: Request) -> Request:
-        """Give the request the cache, cut back to the tokens that its prompt shares with what was run before."""
-        shared = 0
-        for old, new in zip(self._ids, request.ids[:-1], strict=False):
-            if old != new:
-                break
-            shared += 1
-        wanted = min(len(request.ids) + request.max_new_tokens, self.engine.config.max_positions)
-        if self._cache is None or self._cache.capacity < wanted:
-            model = self.engine.model
-            # Room for twice what is needed now, so that a long talk moves its cache only now and then.
-            grown = KVCache(model.config, min(2 * wanted, model.config.max_positions), model.dtype, model.device)
-            if self._cache is not None:
-                grown.copy_from(self._cache, shared)
-            self._cache = grown
-        self._cache.truncate(shared)
-        self._ids = self._ids[:shared]  # true from here on, also if this turn is cut short
-        return Request(
-            request.ids, request.max_new_tokens, request.sampling, request.stop, self._cache, request.record
-        )
 
 
 def load(
@@ -412,16 +305,3 @@ def _notes(dtype: torch.dtype, device: torch.device) -> list[str]:
         name = str(dtype).removeprefix("torch.")
         return [f"This CPU has no instructions for {name}, so it is emulated and slow; --dtype float32 is faster."]
     return []
-
-
-def _sampling(options: Mapping[str, object]) -> Sampling:
-    known = Sampling.__dataclass_fields__
-    unknown = [key for key in options if key not in known]
-    if unknown:
-        raise InputError(f"unknown option {unknown[0]!r}; the sampling options are {', '.join(known)}.")
-    return Sampling(**options)  # type: ignore[arg-type]
-
-
-def _gather_logprobs(logits_NV: Tensor, ids: Sequence[int]) -> list[float]:
-    chosen_N1 = torch.tensor(ids, device=logits_NV.device)[:, None]
-    return logits_NV.double().log_softmax(-1).gather(1, chosen_N1)[:, 0].tolist()

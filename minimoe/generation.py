@@ -120,7 +120,7 @@ class _Active:
         return piece
 
     def result(self) -> Generation:
-        routing = [Routing.cat(parts) for parts in self.routings] if self.request.record and self.routings else None
+        routing = [Routing.cat(parts) for parts in self.routings] if self.request.record else None
         reason = self.finish_reason or "length"
         return Generation(self.text, list(self.request.ids), self.tokens, reason, routing)
 
@@ -154,12 +154,11 @@ class Batcher:
         self.max_batch = max_batch
         self.prefill_tokens = prefill_tokens
 
-    def run(self, requests: Sequence[Request], seed: int = 0) -> Iterator[tuple[int, str, Generation | None]]:
-        """Continue every request.
+    def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, str, Generation | None]]:
+        """Continue every request. Rules that draw are seeded with the first request's seed.
 
         Args:
             requests: checked by the caller: prompts that fit, ids in the vocabulary.
-            seed: of rules that draw.
 
         Yields:
             (index of the request, new text, None) as text becomes certain, and last for each request
@@ -168,17 +167,17 @@ class Batcher:
         Raises:
             NumericalError: logits that are not finite.
         """
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(requests[0].sampling.seed if requests else 0)
         waiting = deque(enumerate(requests))
         running: list[_Active] = []
         while waiting or running:
             while waiting and len(running) < self.max_batch:
                 running.append(self._enter(*waiting.popleft()))
-            fresh = [active for active in running if not active.tokens and active.request.max_new_tokens]
+            alive = [active for active in running if active.finish_reason is None]
+            fresh = [active for active in alive if not active.tokens]
             if fresh:
                 self._prefill(fresh, generator)
-            elif running:
-                alive = [active for active in running if active.finish_reason is None]
+            elif alive:
                 self._pass("decode", [(active, [active.tokens[-1]]) for active in alive], generator)
             for active in running:
                 piece = active.news()
@@ -192,7 +191,9 @@ class Batcher:
         capacity = min(len(request.ids) + request.max_new_tokens, self.model.config.max_positions)
         cache = request.cache or KVCache(self.model.config, capacity, self.model.dtype, self.model.device)
         active = _Active(index, request, cache, TextStream(self.tokenizer), Sampler(request.sampling))
-        active.routings = [[] for _ in range(self.model.config.num_layers)] if request.record else []
+        if request.record:
+            config = self.model.config
+            active.routings = [[Routing.empty(config.num_experts)] for _ in range(config.num_layers)]
         if request.max_new_tokens == 0 or len(request.ids) >= self.model.config.max_positions:
             active.finish_reason = "length"
         return active
@@ -242,3 +243,23 @@ def _deal_out(recorder: RoutingRecorder, work: Sequence[tuple[_Active, list[int]
             for kept, (routing,) in zip(active.routings, recorder.layers, strict=True):
                 kept.append(routing.rows(slice(start, start + len(ids))))
         start += len(ids)
+
+
+class Stream(Iterator[str]):
+    """Pieces of one request's text as they become certain; joined they are the whole text.
+
+    Attributes:
+        result: the Generation, once the stream has ended; None before.
+    """
+
+    def __init__(self, events: Iterator[tuple[int, str, Generation | None]]) -> None:
+        self._events = events
+        self.result: Generation | None = None
+
+    def __next__(self) -> str:
+        while self.result is None:
+            with torch.inference_mode():
+                _, piece, self.result = next(self._events)
+            if piece:
+                return piece
+        raise StopIteration

@@ -72,7 +72,8 @@ class Olmoe:
         self.dtype = self.embed_VD.dtype
         self.device = self.embed_VD.device
         # Angles in float32, whatever the model's dtype: position x base^(-2i/d).
-        inverse = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        inverse = 1.0 / config.rope_theta**exponents
         angles = torch.arange(config.max_positions, dtype=torch.float32)[:, None] * inverse
         self.cos_Sd = torch.cat([angles, angles], dim=-1).cos().to(self.device, self.dtype)
         self.sin_Sd = torch.cat([angles, angles], dim=-1).sin().to(self.device, self.dtype)

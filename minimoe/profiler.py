@@ -167,7 +167,7 @@ class Profiler(Probe):
         everything = sum(sum(values) for values in spans.values())
 
         def timing(layer: int | None, operation: str, values: Sequence[float]) -> Timing:
-            low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+            low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
             total = sum(values)
             return Timing(phase, layer, operation, len(values), median, low, high, total, total / everything)
 

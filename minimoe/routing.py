@@ -61,6 +61,16 @@ class Routing:
             num_experts=num_experts,
         )
 
+    @classmethod
+    def empty(cls, num_experts: int) -> Routing:
+        """The routing of no tokens."""
+        return cls(
+            experts_TK=torch.empty(0, 0, dtype=torch.int64),
+            weights_TK=torch.empty(0, 0),
+            k_T=torch.empty(0, dtype=torch.int64),
+            num_experts=num_experts,
+        )
+
     @property
     def num_tokens(self) -> int:
         return self.experts_TK.shape[0]

@@ -6,6 +6,7 @@ Shape letters: V vocabulary.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ class Sampling:
         seed: of the generator that draws.
 
     Raises:
-        InputError: a value outside its range.
+        InputError: a value outside its range, or one that is not a number (True and False are none).
     """
 
     temperature: float = 0.8
@@ -39,18 +40,22 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise InputError(f"temperature must be a number of at least 0, not {self.temperature}.")
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
-            raise InputError(f"top-k must be a whole number of at least 0 (0 is off), not {self.top_k}.")
-        if not 0 <= self.top_p <= 1:
-            raise InputError(f"top-p must lie between 0 and 1, not {self.top_p}.")
-        if not 0 <= self.min_p <= 1:
-            raise InputError(f"min-p must lie between 0 and 1, not {self.min_p}.")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise InputError(f"the repetition penalty must be a number above 0, not {self.repetition_penalty}.")
-        if not -(2**63) <= self.seed < 2**63:
-            raise InputError(f"the seed must fit in 64 bits, not be {self.seed}.")
+        if not (_is_number(self.temperature) and 0 <= self.temperature <= sys.float_info.max):
+            raise InputError(f"temperature must be a number of at least 0, not {self.temperature!r}.")
+        if not (_is_number(self.top_k, whole=True) and self.top_k >= 0):
+            raise InputError(f"top-k must be a whole number of at least 0 (0 is off), not {self.top_k!r}.")
+        if not (_is_number(self.top_p) and 0 <= self.top_p <= 1):
+            raise InputError(f"top-p must be a number from 0 to 1, not {self.top_p!r}.")
+        if not (_is_number(self.min_p) and 0 <= self.min_p <= 1):
+            raise InputError(f"min-p must be a number from 0 to 1, not {self.min_p!r}.")
+        if not (_is_number(self.repetition_penalty) and 0 < self.repetition_penalty <= sys.float_info.max):
+            raise InputError(f"the repetition penalty must be a number above 0, not {self.repetition_penalty!r}.")
+        if not (_is_number(self.seed, whole=True) and -(2**63) <= self.seed < 2**63):
+            raise InputError(f"the seed must be a whole number that fits in 64 bits, not {self.seed!r}.")
+
+
+def _is_number(value: object, *, whole: bool = False) -> bool:
+    return isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
 
 
 class Sampler:
@@ -84,10 +89,16 @@ class Sampler:
 
 
 def penalise(logits_V: Tensor, history: Sequence[int], penalty: float) -> Tensor:
-    """Make tokens that are already there less likely (CTRL, Keskar et al. 2019, equation in section 4.1)."""
+    """Make tokens that are already there less likely (CTRL, Keskar et al. 2019, equation in section 4.1).
+
+    Returns:
+        logits [V], float64 and finite, whatever the penalty.
+    """
     seen = torch.tensor(sorted(set(history)))
-    values = logits_V[seen]
-    return logits_V.index_copy(0, seen, torch.where(values > 0, values / penalty, values * penalty))
+    values = logits_V.double()[seen]
+    penalised = torch.where(values > 0, values / penalty, values * penalty)
+    largest = torch.finfo(torch.float64).max
+    return logits_V.double().index_copy(0, seen, penalised.clamp(-largest, largest))
 
 
 def probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:

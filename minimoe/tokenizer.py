@@ -14,8 +14,9 @@ import tokenizers
 from minimoe.errors import InputError
 
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (yet) a whole character
-# A character of Unicode's private use area, which stands for a special token's name while a template is rendered.
-_MARK = "\uf8fe"
+# Characters of Unicode's last private use plane: each stands for a special token's name while a template is rendered.
+_FIRST_MARK = 0x100000
+_MARK = re.compile("([\U00100000-\U0010ffff])")
 
 
 class Tokenizer:
@@ -31,8 +32,8 @@ class Tokenizer:
         self._backend = backend
         self._backend.no_padding()
         self._backend.no_truncation()
-        self.bos_token = _token_text(settings.get("bos_token"))
-        self.eos_token = _token_text(settings.get("eos_token"))
+        self.bos_token = _token_text(settings, "bos_token")
+        self.eos_token = _token_text(settings, "eos_token")
         self.chat_template = chat_template
 
     @classmethod
@@ -50,19 +51,19 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise InputError(f"{path} ({path.stat().st_size} bytes) is not a tokenizer: {error}.") from None
         settings = _read_settings(folder / "tokenizer_config.json")
-        template_file = folder / "chat_template.jinja"
-        template = template_file.read_text("utf-8") if template_file.is_file() else settings.get("chat_template")
-        if isinstance(template, list):  # several named templates; "default" is the one for plain chat
-            template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
-        return cls(backend, settings, template)
+        return cls(backend, settings, _read_template(folder / "chat_template.jinja", settings))
 
     @property
     def vocab_size(self) -> int:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with whatever the tokenizer itself puts around it (OLMoE's: nothing)."""
-        return self._backend.encode(text).ids
+        """Token ids of a text, with whatever the tokenizer itself puts around it (OLMoE's: nothing).
+
+        Raises:
+            InputError: text that is not valid Unicode.
+        """
+        return self._encode(text, add_special_tokens=True)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens; ids past the tokenizer's vocabulary have no text."""
@@ -86,38 +87,44 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise InputError("this model has no chat template, so it cannot chat; use generate instead.")
-        names = sorted((t.content for t in self._backend.get_added_tokens_decoder().values() if t.special), key=len)
-        spelled = re.compile("|".join(re.escape(name) for name in reversed(names)) or "(?!)")
-        held: list[str] = []
+        special = [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
+        names = sorted(special, key=len, reverse=True)
+        marks = {name: chr(_FIRST_MARK + i) for i, name in enumerate(names)}
+        meant = {mark: name for name, mark in marks.items()}
+        spelled = re.compile("|".join(map(re.escape, names)) or "(?!)")
 
-        def hold(match: re.Match[str]) -> str:
-            held.append(match.group())
-            return _MARK
+        def held(text: str) -> str:
+            return spelled.sub(lambda match: marks[match.group()], _MARK.sub(REPLACEMENT, text))
 
-        safe = [{**m, "content": spelled.sub(hold, m["content"].replace(_MARK, REPLACEMENT))} for m in messages]
-        rendered = self._render(safe).split(_MARK)
-        if len(rendered) != len(held) + 1:
-            raise InputError("the chat template repeats or drops a message that spells a special token.")
-        ids = self._backend.encode(rendered[0], add_special_tokens=False).ids
-        for name, text in zip(held, rendered[1:], strict=True):
-            ids += self._encode_plain(name) + self._backend.encode(text, add_special_tokens=False).ids
+        rendered = self._render([{**message, "content": held(message["content"])} for message in messages])
+        ids: list[int] = []
+        for part in _MARK.split(rendered):
+            ids += self._encode_plain(meant[part]) if part in meant else self._encode(part, add_special_tokens=False)
         return ids
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:  # what the library raises for half a surrogate pair
+            raise InputError("the text is not valid Unicode (a byte that is not UTF-8, perhaps); mend it.") from None
 
     def _encode_plain(self, text: str) -> list[int]:
         self._backend.encode_special_tokens = True
         try:
-            return self._backend.encode(text, add_special_tokens=False).ids
+            return self._encode(text, add_special_tokens=False)
         finally:
             self._backend.encode_special_tokens = False
 
     def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        import jinja2
         import jinja2.sandbox
 
         def refuse(message: str) -> NoReturn:
             raise InputError(f"the chat template refuses: {message}")
 
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        # Set up as transformers does, which is what templates are written for.
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         try:
@@ -127,8 +134,10 @@ class Tokenizer:
                 bos_token=self.bos_token or "",
                 eos_token=self.eos_token or "",
             )
-        except jinja2.TemplateError as error:
-            raise InputError(f"the model's chat template is broken: {error}.") from None
+        except InputError:
+            raise
+        except Exception as error:  # a template is code, and can fail in any way
+            raise InputError(f"the model's chat template is broken: {error}.") from error
 
 
 class TextStream:
@@ -171,6 +180,28 @@ def _read_settings(path: Path) -> Mapping[str, Any]:
     return settings
 
 
-def _token_text(value: Any) -> str | None:
+def _read_template(path: Path, settings: Mapping[str, Any]) -> str | None:
+    """The chat template: the file of its own that newer checkpoints have, or the one in tokenizer_config.json."""
+    if path.is_file():
+        try:
+            return path.read_text("utf-8")
+        except (ValueError, OSError) as error:
+            raise InputError(f"{path} cannot be read: {error}.") from None
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several named templates; "default" is the one for plain chat
+        entries = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = entries[0].get("template") if entries else None
+    if template is not None and not isinstance(template, str):
+        raise InputError(
+            f"tokenizer_config.json: chat_template must be a text or a list of named texts, not {template!r}."
+        )
+    return template
+
+
+def _token_text(settings: Mapping[str, Any], key: str) -> str | None:
     """A token in tokenizer_config.json: its text, or an object that holds it."""
-    return value.get("content") if isinstance(value, dict) else value
+    value = settings.get(key)
+    text = value.get("content") if isinstance(value, dict) else value
+    if text is not None and not isinstance(text, str):
+        raise InputError(f"tokenizer_config.json: {key} must be a token's text, not {value!r}.")
+    return text

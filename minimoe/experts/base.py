@@ -47,3 +47,11 @@ class Experts(ABC):
         Returns:
             y_TD in the dtype of x; the weighted sum is accumulated in float32.
         """
+
+
+def weigh(y_PD: Tensor, weights_P1: Tensor) -> Tensor:
+    """Expert outputs times their weights, float32, ready to be summed.
+
+    The weight and the product are rounded to the model's dtype, as transformers does; the sum then is not.
+    """
+    return (y_PD * weights_P1.to(y_PD.dtype)).float()

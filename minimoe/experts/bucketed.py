@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minimoe.experts.base import Experts
+from minimoe.experts.base import Experts, weigh
 from minimoe.linear import linear
 from minimoe.routing import Routing
 
@@ -22,8 +22,8 @@ class BucketedExperts(Experts):
         if k == 0:
             return torch.zeros_like(x_1D)
         outputs = [self._expert(e, x_1D) for e in routing.experts_TK[0, :k].tolist()]
-        weights_K1 = routing.weights_TK[0, :k, None].to(x_1D.dtype)
-        return (torch.cat(outputs).float() * weights_K1).sum(dim=0, keepdim=True).to(x_1D.dtype)
+        weighted_KD = weigh(torch.cat(outputs), routing.weights_TK[0, :k, None])
+        return weighted_KD.sum(dim=0, keepdim=True).to(x_1D.dtype)
 
     def _many(self, x_TD: Tensor, routing: Routing) -> Tensor:
         pairs = routing.pairs()
@@ -33,7 +33,7 @@ class BucketedExperts(Experts):
         y_TD = torch.zeros_like(x_TD, dtype=torch.float32)
         if not outputs:
             return y_TD.to(x_TD.dtype)
-        weighted_PD = torch.cat(outputs).float() * pairs.weights_P[:, None].to(x_TD.dtype)
+        weighted_PD = weigh(torch.cat(outputs), pairs.weights_P[:, None])
         return y_TD.index_add(0, pairs.tokens_P, weighted_PD).to(x_TD.dtype)
 
     def _expert(self, e: int, x_ND: Tensor) -> Tensor:

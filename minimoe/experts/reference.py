@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minimoe.experts.base import Experts
+from minimoe.experts.base import Experts, weigh
 from minimoe.routing import Routing
 
 
@@ -22,6 +22,6 @@ class ReferenceExperts(Experts):
             for j in range(k):
                 e = int(routing.experts_TK[t, j])
                 h_1I = F.silu(F.linear(x_1D, w.gate_EID[e])) * F.linear(x_1D, w.up_EID[e])
-                y_1D = y_1D + F.linear(h_1I, w.down_EDI[e]).float() * routing.weights_TK[t, j].to(x_TD.dtype)
+                y_1D = y_1D + weigh(F.linear(h_1I, w.down_EDI[e]), routing.weights_TK[t, j])
             rows.append(y_1D)
         return torch.cat(rows).to(x_TD.dtype) if rows else torch.zeros_like(x_TD)

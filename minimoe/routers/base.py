@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -84,12 +84,12 @@ class PrefixRouter(Router):
     renorm: Renorm = "model"
 
     def __post_init__(self) -> None:
-        if self.cap is not None and self.cap < 1:
-            raise InputError(f"cap must be at least 1, not {self.cap}.")
-        if self.floor < 0:
-            raise InputError(f"floor must be at least 0, not {self.floor}.")
+        if self.cap is not None:
+            check_count("cap", self.cap, 1)
+        check_count("floor", self.floor, 0)
         if self.cap is not None and self.floor > self.cap:
             raise InputError(f"floor {self.floor} is above cap {self.cap}.")
+        check_choice("renorm", self.renorm, Renorm)
 
     @abstractmethod
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
@@ -142,5 +142,25 @@ def check_fraction(name: str, value: float) -> None:
     Raises:
         InputError: names the key and the value.
     """
-    if not 0 <= value <= 1:
-        raise InputError(f"{name} must lie between 0 and 1, not {value}.")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise InputError(f"{name} must be a number from 0 to 1, not {value!r}.")
+
+
+def check_count(name: str, value: int, least: int) -> None:
+    """Refuse what is not a whole number of at least `least`.
+
+    Raises:
+        InputError: names the key and the value.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{name} must be a whole number of at least {least}, not {value!r}.")
+
+
+def check_choice(name: str, value: str, choices: Any) -> None:
+    """Refuse what is not one of the values of a Literal type.
+
+    Raises:
+        InputError: names the key, the valid values and the value.
+    """
+    if value not in get_args(choices):
+        raise InputError(f"{name} must be one of {', '.join(get_args(choices))}, not {value!r}.")

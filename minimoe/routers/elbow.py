@@ -8,12 +8,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from minimoe.routers.base import PrefixRouter, RouterContext
+from minimoe.routers.base import PrefixRouter, RouterContext, check_choice
+
+Reading = Literal["program", "printed"]
 
 EPSILON = 1e-12
 
 
-def deviation(sorted_probs_TE: Tensor, reading: Literal["program", "printed"] = "program") -> Tensor:
+def deviation(sorted_probs_TE: Tensor, reading: Reading = "program") -> Tensor:
     """D, how far the normalised curve stands above the diagonal at each rank; float64 [T, E].
 
     With p sorted in descending order, N = E and ranks i from 0 (Elbow-based MoE Routing, section 3):
@@ -45,7 +47,11 @@ class Elbow(PrefixRouter):
         reading: "program" (default) or "printed".
     """
 
-    reading: Literal["program", "printed"] = "program"
+    reading: Reading = "program"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("reading", self.reading, Reading)
 
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
         return deviation(sorted_probs_TE, self.reading).argmax(dim=-1) + 1

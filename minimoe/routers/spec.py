@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Callable
@@ -20,15 +21,15 @@ def parse_router(spec: str | Router) -> Router:
 
     SPEC is `name`, `name:key=value,key=value`, `path.py:Class` or `package.module:Class`, each of the
     latter with `:key=value,...` after it if the class takes arguments. `-` and `_` are alike in names and
-    keys. A Router that is already built passes through.
+    keys. An object that has a route method already passes through.
 
     Raises:
         InputError: an unknown name or key (the valid ones are listed), a value of the wrong kind, a file or
             class that is not there or cannot be imported, or one that is not a rule.
     """
-    if isinstance(spec, Router):
-        return spec
     if not isinstance(spec, str):
+        if callable(getattr(spec, "route", None)) and not isinstance(spec, type):
+            return spec
         raise InputError(f"a router is a text such as 'elbow' or an object with a route method, not {spec!r}.")
     name, _, rest = spec.strip().partition(":")
     key = name.replace("-", "_")
@@ -37,9 +38,7 @@ def parse_router(spec: str | Router) -> Router:
     if name.endswith(".py") or "." in name or "/" in name:
         class_name, _, arguments = rest.partition(":")
         return _build(f"{name}:{class_name}", _user_class(name, class_name), arguments)
-    raise InputError(
-        f"unknown router {name!r}; choose one of {', '.join(ROUTERS)}, or name your own as path.py:Class."
-    )
+    raise InputError(f"unknown router {name!r}; choose one of {', '.join(ROUTERS)}, or name your own as path.py:Class.")
 
 
 def parameters(rule: Callable[..., Router]) -> dict[str, inspect.Parameter]:
@@ -79,6 +78,8 @@ def _build(name: str, rule: Callable[..., Router], text: str) -> Router:
         router = rule(**arguments)
     except InputError as error:
         raise InputError(f"router {name}: {error}") from None
+    except Exception as error:  # whatever the user's own code raises is the user's to read
+        raise InputError(f"router {name} could not be built: {type(error).__name__}: {error}.") from error
     if not callable(getattr(router, "route", None)):
         raise InputError(f"router {name} is not a rule: it has no route method.")
     return router
@@ -92,10 +93,10 @@ def _convert(what: str, text: str, kind: Any) -> Any:
             return None
         kind = options[0]
     if typing.get_origin(kind) is typing.Literal:
-        choices = typing.get_args(kind)
+        choices = {str(choice): choice for choice in typing.get_args(kind)}
         if text not in choices:
-            raise InputError(f"{what} must be one of {', '.join(map(str, choices))}, not {text!r}.")
-        return text
+            raise InputError(f"{what} must be one of {', '.join(choices)}, not {text!r}.")
+        return choices[text]
     if kind is bool:
         if text.lower() not in ("true", "false"):
             raise InputError(f"{what} must be true or false, not {text!r}.")
@@ -122,29 +123,27 @@ def _user_class(place: str, class_name: str) -> Callable[..., Router]:
         ]
         raise InputError(f"{place} has no class {class_name!r}; it has {', '.join(classes) or 'no class'}.")
     if inspect.isabstract(found):
-        raise InputError(
-            f"{place}:{class_name} is unfinished: it lacks {', '.join(sorted(found.__abstractmethods__))}."
-        )
+        lacking = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+        raise InputError(f"{place}:{class_name} is unfinished: it lacks {lacking}.")
     return found
 
 
 def _load_file(path: Path) -> types.ModuleType:
     if not path.is_file():
         raise InputError(f"there is no file {path}, which the router names.")
-    name = f"_minimoe_user_{path.stem}"
+    name = f"_minimoe_user_rule:{path.resolve()}"  # two files may have the same stem
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    return _import(str(path), lambda: _execute(spec.loader, module, name))
 
+    def execute() -> types.ModuleType:
+        sys.modules[name] = module  # where dataclasses look their module up while the class body runs
+        assert spec is not None
+        assert spec.loader is not None
+        spec.loader.exec_module(module)
+        return module
 
-def _execute(loader: Any, module: types.ModuleType, name: str) -> types.ModuleType:
-    import sys
-
-    # Dataclasses look their module up while the class body runs.
-    sys.modules[name] = module
-    loader.exec_module(module)
-    return module
+    return _import(str(path), execute)
 
 
 def _load_module(name: str) -> types.ModuleType:
@@ -154,5 +153,5 @@ def _load_module(name: str) -> types.ModuleType:
 def _import(place: str, action: Callable[[], types.ModuleType]) -> types.ModuleType:
     try:
         return action()
-    except Exception as error:  # whatever the user's own code raises is the user's to read
+    except (Exception, SystemExit) as error:  # whatever the user's own code raises is the user's to read
         raise InputError(f"{place} could not be imported: {type(error).__name__}: {error}.") from error

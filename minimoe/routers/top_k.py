@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minimoe.errors import InputError
-from minimoe.routers.base import PrefixRouter, RouterContext
+from minimoe.routers.base import PrefixRouter, RouterContext, check_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +24,8 @@ class TopK(PrefixRouter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.k is not None and self.k < 1:
-            raise InputError(f"k must be at least 1, not {self.k}.")
+        if self.k is not None:
+            check_count("k", self.k, 1)
 
     def limit(self, context: RouterContext) -> int:
         given = [limit for limit in (self.k, self.cap) if limit is not None]

@@ -1,0 +1,127 @@
+"""The options that several verbs share, and what they do with them: load an engine, and say what runs."""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import minimoe
+from minimoe.hub import EMBEDDED
+
+if TYPE_CHECKING:
+    from minimoe.engine import Engine
+
+DEFAULT_MODEL = EMBEDDED
+DEFAULT_ROUTER = "top_k"
+DEFAULT_BACKEND = "bucketed"
+DEFAULT_DEVICE = "cpu"
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model", "-m", metavar="NAME", help="The embedded model (tiny), a folder, or a name on the Hugging Face hub."
+    ),
+]
+RouterSpec = Annotated[
+    str,
+    typer.Option(
+        "--router",
+        "-r",
+        metavar="SPEC",
+        help="The routing rule: name, name:key=value,key=value, or your own as path.py:Class. See 'minimoe routers'.",
+    ),
+]
+Backend = Annotated[str, typer.Option(metavar="NAME", help="How the experts are run: bucketed or reference.")]
+DType = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype", metavar="NAME", help="float32, bfloat16 or float16. By default what the checkpoint is stored in."
+    ),
+]
+Device = Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda or cuda:N.")]
+Threads = Annotated[
+    int | None, typer.Option(metavar="N", min=1, max=1024, help="CPU threads. By default torch's own choice.")
+]
+Seed = Annotated[int, typer.Option(metavar="N", help="Seed of everything that is drawn.")]
+Json = Annotated[bool, typer.Option("--json", help="Write one JSON document to stdout, and nothing else there.")]
+
+MaxNewTokens = Annotated[
+    int, typer.Option("--max-new-tokens", "-n", metavar="N", min=0, help="Stop after so many tokens.")
+]
+Temperature = Annotated[float, typer.Option(metavar="T", help="0 always takes the most probable token.")]
+TopK = Annotated[int, typer.Option(metavar="K", help="Draw from the k most probable tokens; 0 is off.")]
+TopP = Annotated[
+    float, typer.Option(metavar="P", help="Draw from the smallest set of tokens that reaches p; 1 is off.")
+]
+MinP = Annotated[
+    float, typer.Option(metavar="P", help="Drop tokens under this fraction of the best one's probability; 0 is off.")
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(metavar="X", help="Above 1, tokens already there become less likely; 1 is off.")
+]
+Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="A text that ends the answer; can be repeated.")]
+
+
+def check_sampling(**options: Any) -> dict[str, Any]:
+    """The same options, refused before a large model is loaded rather than after.
+
+    Raises:
+        InputError: a value outside its range.
+    """
+    from minimoe.sampling import Sampling
+
+    Sampling(**options)
+    return options
+
+
+def load_engine(model: str, router: str, backend: str, dtype: str | None, device: str, threads: int | None) -> Engine:
+    """Load a model with a rule that may be the user's own.
+
+    Raises:
+        InputError: as minimoe.load does.
+    """
+    from minimoe.cli.own_rule import read_router
+    from minimoe.engine import load
+
+    rule = read_router(router)
+    return load(model, router=rule, backend=backend, dtype=dtype, device=device, threads=threads)
+
+
+def describe(engine: Engine, backend: str) -> dict[str, Any]:
+    """What runs: model, number of parameters, dtype, backend, device and CPU threads."""
+    import torch
+
+    return {
+        "model": engine.name,
+        "parameters": engine.weight_bytes // engine.model.dtype.itemsize,
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "backend": backend,
+        "device": str(engine.model.device),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def headline(facts: dict[str, Any], router: str) -> str:
+    """One line for people on what runs."""
+    threads = f" with {facts['threads']} threads" if facts["device"] == "cpu" else ""
+    return (
+        f"{facts['model']}, {count(facts['parameters'])} parameters, {facts['dtype']}, {facts['backend']} backend "
+        f"on {facts['device']}{threads}, router {router}"
+    )
+
+
+def count(number: int, billion: str = "B") -> str:
+    """A large number for people: 6.919 B, 12.34 M, 45.1 k; units of measurement have G for the billion."""
+    for size, letter in ((1e12, "T"), (1e9, billion), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.4g} {letter}"
+    return str(number)
+
+
+def versions() -> dict[str, str]:
+    """The versions that a result depends on."""
+    import torch
+
+    return {"minimoe": minimoe.__version__, "torch": torch.__version__, "python": platform.python_version()}

@@ -1,0 +1,89 @@
+"""A rule that the user wrote: whatever goes wrong in it is told as a sentence, since the user can mend it."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from typing import Any
+
+from torch import Tensor
+
+from minimoe.errors import InputError
+from minimoe.routers import Router, RouterContext
+from minimoe.routers.spec import parse_router
+from minimoe.routing import Routing
+
+
+def read_router(spec: str, *, check: bool = True) -> Router:
+    """The rule of a SPEC; one that is not minimoe's own is watched.
+
+    Args:
+        spec: see minimoe.routers.spec.parse_router.
+        check: test every routing of such a rule, which takes a little time; else only whether it is one.
+
+    Raises:
+        InputError: as parse_router does, and whatever a user's class raises when it is built.
+    """
+    try:
+        rule = parse_router(spec)
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:  # a script may well call sys.exit
+        raise InputError(f"router {spec} could not be built: {_told(error)}.") from error
+    if type(rule).__module__.partition(".")[0] == "minimoe":
+        return rule
+    return OwnRule(rule, spec, check=check)
+
+
+class OwnRule(Router):
+    """Passes everything on to a rule, and names the rule and the line where it fails.
+
+    Args:
+        rule: any object with a `route` method.
+        spec: what the user called it.
+        check: whether every routing is tested against the promises of Routing.
+    """
+
+    def __init__(self, rule: Any, spec: str, *, check: bool) -> None:
+        self.rule = rule
+        self._spec = spec
+        self._check = check
+
+    def route(self, logits_TE: Tensor, context: RouterContext) -> Routing:
+        """What the rule says.
+
+        Raises:
+            InputError: the rule raised something, or what it returned is no valid Routing for these tokens.
+        """
+        try:
+            routing = self.rule.route(logits_TE, context)
+        except InputError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise InputError(f"router {self._spec} failed{self._line(error)}: {_told(error)}.") from error
+        if not isinstance(routing, Routing):
+            raise InputError(f"router {self._spec} must return a Routing, not {type(routing).__name__}.")
+        if self._check:
+            self._test(routing, logits_TE)
+        return routing
+
+    def _test(self, routing: Routing, logits_TE: Tensor) -> None:
+        if routing.experts_TK.dim() != 2 or (routing.num_tokens, routing.num_experts) != tuple(logits_TE.shape):
+            raise InputError(
+                f"router {self._spec} was given logits {list(logits_TE.shape)} and returned experts "
+                f"{list(routing.experts_TK.shape)} for a model of {routing.num_experts} experts."
+            )
+        try:
+            routing.check()
+        except ValueError as error:
+            raise InputError(f"router {self._spec} returned a broken Routing: {error}.") from error
+
+    def _line(self, error: BaseException) -> str:
+        """The last line of the user's own file that ran."""
+        path = inspect.getsourcefile(type(self.rule))
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        return f" in line {lines[-1]} of {path}" if lines else ""
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(".")

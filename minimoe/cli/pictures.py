@@ -1,0 +1,104 @@
+"""Tables and pictures for people, in plain characters; colours are added where a terminal shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from minimoe.cli.options import count
+
+if TYPE_CHECKING:
+    from minimoe.profiler import Profile
+    from minimoe.routing import Routing
+
+KEPT, DROPPED = "#", "."
+CURVE_ROWS = 10
+DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+def profile_tables(profile: Profile) -> list[Table]:
+    """Where the time went, by phase and operation, and how much work each phase was."""
+    times = _table("phase", "operation", "spans", "median", "quartiles", "total", "share", text_columns=2)
+    times.title = "time"
+    for phase in profile.phases:
+        for timing in profile.by_operation(phase.phase):
+            times.add_row(
+                phase.phase,
+                timing.operation,
+                str(timing.count),
+                _milliseconds(timing.median),
+                f"{_milliseconds(timing.low)} to {_milliseconds(timing.high)}",
+                _milliseconds(timing.total),
+                f"{timing.share:.1%}",
+            )
+    works = _table("phase", "passes", "tokens", "mean k", "FLOPs", "of experts", "bytes read", "of experts")
+    works.title = "work"
+    for phase in profile.phases:
+        works.add_row(
+            phase.phase,
+            str(phase.passes),
+            str(phase.tokens),
+            f"{phase.mean_k:.2f}",
+            count(sum(phase.flops.values()), "G"),
+            count(phase.flops["experts"], "G"),
+            count(sum(phase.bytes_read.values()), "G"),
+            count(phase.bytes_read["experts"], "G"),
+        )
+    works.caption = (
+        f"end to end {_milliseconds(profile.unprobed_seconds)} unmeasured, "
+        f"{_milliseconds(profile.probed_seconds)} while measured"
+    )
+    return [times, works]
+
+
+def expert_counts(texts: Sequence[str], layers: Sequence[Routing]) -> Text:
+    """A row for every token that was run: its text, a character per layer for its k (a is 10), and their mean."""
+    picture = Text("experts of each token, one character per layer, and their mean", style="dim")
+    if not layers:
+        return picture.append(": no token was run")
+    k_by_token = list(zip(*(layer.k_T.tolist() for layer in layers), strict=True))
+    shown = [repr(text)[1:-1] for text in texts]
+    width = max(len(text) for text in shown)
+    for text, k_of_layers in zip(shown, k_by_token, strict=False):  # the last token was written, and not run
+        row = "".join(DIGITS[k] if k < len(DIGITS) else "+" for k in k_of_layers)
+        picture.append(f"\n{text:>{width}}  ", style="default")
+        picture.append(row, style="cyan").append(f"  {sum(k_of_layers) / len(k_of_layers):.2f}", style="default")
+    return picture
+
+
+def curve(probs: Sequence[float], kept: Collection[int]) -> Text:
+    """A bar for every probability in descending order, those of the kept ranks in another character.
+
+    Args:
+        probs: sorted, descending.
+        kept: ranks from 0 that the rule keeps.
+    """
+    picture = Text()
+    for row in range(CURVE_ROWS, 0, -1):
+        label = f"{probs[0]:.3f} " if row == CURVE_ROWS else " " * 6
+        picture.append(label, style="dim")
+        for rank, p in enumerate(probs):
+            # Rounded up, so that a bar is never invisible.
+            high = p > probs[0] * (row - 1) / CURVE_ROWS
+            picture.append(
+                (KEPT if rank in kept else DROPPED) if high else " ", "bold green" if rank in kept else "dim"
+            )
+        picture.append("\n")
+    cut = max(kept, default=-1) + 1
+    picture.append(" " * 6).append("-" * cut, "bold green").append("|", "bold red")
+    return picture.append(f" k = {len(kept)} of {len(probs)}", "bold")
+
+
+def _table(*columns: str, text_columns: int = 1) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left", pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < text_columns else "right", no_wrap=True)
+    return table
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,0 +1,167 @@
+"""`minimoe routers`: which routing rules there are, and what one of them does to a curve."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import types
+import typing
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from minimoe.cli.options import Json
+from minimoe.cli.terminal import on, write_json
+
+if TYPE_CHECKING:
+    from minimoe.routers import Router
+
+EXAMPLE_SEED = 12  # a typical draw: neither flat nor with one expert far above all others
+EXAMPLE_EXPERTS, EXAMPLE_TOP_K = 64, 8  # those of OLMoE
+EXAMPLE_SIGMAS = {"a router that is in doubt": 1.5, "a router that is sure": 4.0}
+
+
+def routers(
+    name: Annotated[
+        str | None, typer.Argument(metavar="SPEC", help="Show one rule in detail, and draw what it keeps.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """List the routing rules, or show one of them at work."""
+    from minimoe.routers import ROUTERS
+
+    if name is None:
+        descriptions = [{"name": key, **_description(rule)} for key, rule in ROUTERS.items()]
+        if json:
+            write_json({"routers": descriptions})
+        for description in descriptions if not json else ():
+            _print_rule(description, keys_in_full=False)
+        return
+    from minimoe.cli.own_rule import OwnRule, read_router
+
+    router = read_router(name)
+    rule = router.rule if isinstance(router, OwnRule) else router
+    description = {"name": name, **_description(type(rule))}
+    examples = [{"label": label, **_example(router, sigma)} for label, sigma in EXAMPLE_SIGMAS.items()]
+    if json:
+        write_json({**description, "examples": examples})
+        return
+    _print_rule(description, keys_in_full=True)
+    _print_examples(examples)
+
+
+def _description(rule: type[Any]) -> dict[str, Any]:
+    """What a rule's docstring and signature say: summary, formula, source, and its keys."""
+    from minimoe.routers.spec import parameters
+
+    text = inspect.cleandoc(rule.__doc__ or "")
+    prose = text.partition("\nAttributes:")[0]
+    words = " ".join(prose.split())
+    formula = re.search(r"Formula: (.*?)(?:\.? Source:|$)", words)
+    source = re.search(r"Source: (.*)", words)
+    helps = _attributes(rule)
+    return {
+        "summary": prose.partition("\n")[0],
+        "formula": formula[1].rstrip(".") if formula else None,
+        "source": source[1] if source else None,
+        "keys": [
+            {
+                "name": key,
+                "type": _kind(parameter.annotation),
+                "default": None if parameter.default is inspect.Parameter.empty else parameter.default,
+                "help": helps.get(key, ""),
+            }
+            for key, parameter in parameters(rule).items()
+        ],
+    }
+
+
+def _attributes(rule: type[Any]) -> dict[str, str]:
+    """The Attributes sections of a class and its bases, by attribute; the class itself has the last word."""
+    found: dict[str, str] = {}
+    for base in reversed(rule.__mro__):
+        section = inspect.cleandoc(vars(base).get("__doc__") or "").partition("Attributes:\n")[2]
+        for entry in re.split(r"\n(?=    \w)", section.partition("\n\n")[0]):
+            key, colon, help_text = " ".join(entry.split()).partition(": ")
+            if colon:
+                found[key] = help_text
+    return found
+
+
+def _kind(annotation: Any) -> str:
+    """A type as a person would name it."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        annotation = typing.get_args(annotation)[0]
+    if typing.get_origin(annotation) is typing.Literal:
+        return " or ".join(map(str, typing.get_args(annotation)))
+    names = {int: "whole number", float: "number", bool: "true or false"}
+    return names.get(annotation, "text")
+
+
+def _example(router: Router, sigma: float) -> dict[str, Any]:
+    """What the rule does with 64 Gaussian logits, always the same ones but for their spread."""
+    import torch
+
+    from minimoe.routers import RouterContext, rank
+
+    draws = torch.Generator().manual_seed(EXAMPLE_SEED)
+    logits_TE = sigma * torch.randn(1, EXAMPLE_EXPERTS, generator=draws)
+    zero_T = torch.zeros(1, dtype=torch.int64)
+    context = RouterContext(
+        layer=0,
+        phase="prefill",
+        ids_T=zero_T,
+        positions_T=zero_T,
+        sequence_T=zero_T,
+        top_k=EXAMPLE_TOP_K,
+        norm_topk_prob=False,
+        generator=draws,
+    )
+    routing = router.route(logits_TE, context)
+    probs_TE, experts_TE = rank(logits_TE)
+    k = int(routing.k_T[0])
+    rank_of = {expert: place for place, expert in enumerate(experts_TE[0].tolist())}
+    kept = sorted(rank_of[expert] for expert in routing.experts_TK[0, :k].tolist())
+    probs = probs_TE[0].tolist()
+    return {"sigma": sigma, "probabilities": probs, "kept": kept, "k": k, "mass": sum(probs[i] for i in kept)}
+
+
+def _print_rule(description: dict[str, Any], keys_in_full: bool) -> None:
+    from rich.text import Text
+
+    def line(text: str, style: str = "") -> None:
+        on(sys.stdout).print(Text(text, style), soft_wrap=True)
+
+    line(description["name"], "bold")
+    if description["summary"]:
+        line(f"  {description['summary']}")
+    if description["formula"]:
+        line(f"  {description['formula']}")
+    if description["source"] and keys_in_full:
+        line(f"  Source: {description['source']}")
+    for key in description["keys"] if keys_in_full else ():
+        told = key["default"] is None or "default" in key["help"]
+        default = "" if told else f", {key['default']} by default"
+        line(f"  {key['name']} ({key['type']}{default}): {key['help']}")
+    if not keys_in_full:
+        keys = ", ".join(
+            key["name"] + ("" if key["default"] is None else f"={key['default']}") for key in description["keys"]
+        )
+        line(f"  keys: {keys or 'none'}", "dim")
+
+
+def _print_examples(examples: list[dict[str, Any]]) -> None:
+    from minimoe.cli.pictures import curve
+
+    for example in examples:
+        out = on(sys.stdout)
+        out.print()
+        out.print(
+            f"{example['label']}: sorted probabilities of {EXAMPLE_EXPERTS} experts, their logits Gaussian with "
+            f"standard deviation {example['sigma']}",
+            markup=False,
+            soft_wrap=True,
+        )
+        out.print(curve(example["probabilities"], example["kept"]), soft_wrap=True)
+        out.print(f"      they hold {example['mass']:.0%} of the probability", soft_wrap=True)

@@ -1,0 +1,39 @@
+"""Where words go: the text that was asked for to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+WIDTH = 120  # columns where there is no terminal to ask
+
+
+def write(text: str) -> None:
+    """Text to stdout, at once: a stream that waits in a buffer is not a stream."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def write_json(document: Mapping[str, Any]) -> None:
+    """The one document of --json, on one line, in ASCII so that no locale can spoil it."""
+    write(json.dumps(document, allow_nan=False) + "\n")
+
+
+def tell(content: RenderableType, style: str = "dim") -> None:
+    """A line or a table to stderr; nothing in a text is taken for markup, and no line is broken."""
+    from rich.text import Text
+
+    shown = Text(content, style) if isinstance(content, str) else content
+    on(sys.stderr).print(shown, soft_wrap=isinstance(content, str))
+
+
+def on(stream: TextIO) -> Console:
+    """A rich console on a stream, wide enough for any table where the stream is not a terminal."""
+    from rich.console import Console
+
+    return Console(file=stream, highlight=False, width=None if stream.isatty() else WIDTH)

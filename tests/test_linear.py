@@ -1,0 +1,60 @@
+"""The one matrix product, with and without widening, against numpy in double precision."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from minimoe.linear import WIDEN_FROM_ROWS, has_native_half, linear
+
+EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+ROWS = (0, 1, 3, WIDEN_FROM_ROWS - 1, WIDEN_FROM_ROWS, 40)
+
+
+def operands(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, 33, generator=generator).to(dtype), torch.randn(17, 33, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_product_is_right_in_every_dtype(
+    rows: int, dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minimoe.linear.has_native_half", lambda dtype: native)
+    x_TA, weight_BA = operands(rows, dtype)
+    before = weight_BA.clone()
+    y_TB = linear(x_TA, weight_BA)
+    exact = x_TA.double().numpy() @ weight_BA.double().numpy().T
+    assert y_TB.dtype == dtype
+    assert y_TB.shape == (rows, 17)
+    assert torch.equal(weight_BA, before)
+    # One rounding of the result, and float32's own in a sum of 33 products.
+    np.testing.assert_allclose(y_TB.double().numpy(), exact, rtol=EPS[dtype], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_half_precision_rows_are_summed_in_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minimoe.linear.has_native_half", lambda dtype: False)
+    x_TA, weight_BA = operands(40, dtype)
+    assert torch.equal(linear(x_TA, weight_BA), (x_TA.float() @ weight_BA.float().T).to(dtype))
+
+
+def test_widening_lets_gradients_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    grads = []
+    for native in (False, True):
+        monkeypatch.setattr("minimoe.linear.has_native_half", lambda dtype, native=native: native)
+        x_TA, weight_BA = (tensor.requires_grad_() for tensor in operands(40, torch.bfloat16))
+        linear(x_TA, weight_BA).float().pow(2).sum().backward()
+        assert x_TA.grad is not None
+        assert weight_BA.grad is not None
+        grads.append((x_TA.grad, weight_BA.grad))
+    for widened, plain in zip(*grads, strict=True):
+        assert widened.dtype == torch.bfloat16
+        torch.testing.assert_close(widened, plain, rtol=0.05, atol=0.5)
+
+
+def test_what_the_processor_can_do_is_a_plain_yes_or_no() -> None:
+    assert {type(has_native_half(dtype)) for dtype in (torch.bfloat16, torch.float16)} == {bool}

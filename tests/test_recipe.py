@@ -1,0 +1,430 @@
+"""The training recipe: exact resumption, an honest split, losses and gradients that agree with independent ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+ROOT = Path(__file__).parent.parent
+RECIPE = ROOT / "weights" / "recipe"
+CORPUS = ROOT.parent / "shared" / "data" / "corpus"
+sys.path.insert(0, str(RECIPE))
+
+import data  # noqa: E402
+import evaluate  # noqa: E402
+import export  # noqa: E402
+import losses  # noqa: E402
+import muon  # noqa: E402
+import parameters  # noqa: E402
+import tokenizer as recipe_tokenizer  # noqa: E402
+import train  # noqa: E402
+from experts import TrainingExperts  # noqa: E402
+
+from minimoe.config import ModelConfig  # noqa: E402
+from minimoe.experts import ExpertWeights, find_backend  # noqa: E402
+from minimoe.model import Batch, Olmoe  # noqa: E402
+from minimoe.routers import ROUTERS, RouterContext  # noqa: E402
+from minimoe.routing import Routing  # noqa: E402
+
+WORDS = ["the", "old", "fox", "ran", "over", "hill", "river", "while", "small", "hare", "slept", "under", "grass"]
+
+
+def documents(seed: int, count: int) -> list[str]:
+    generator = np.random.default_rng(seed)
+    return [" ".join(generator.choice(WORDS, size=int(generator.integers(5, 60)))) + "." for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus in the form of the real one, with words for stories and turns for dialogue."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for seed, domain in enumerate(data.SHARES):
+        texts = documents(seed, 150)
+        if domain == "dialogue":
+            texts = [f"User: {text}\nAssistant: {text}\nUser: yes\nAssistant: Enjoy." for text in texts]
+        text = f"\n{data.SEPARATOR}\n".join(texts) + "\n"
+        (folder / f"{domain}.txt.xz").write_bytes(lzma.compress(text.encode()))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the config and the tokenizer of a model that trains in seconds."""
+    folder = tmp_path_factory.mktemp("tiny")
+    learned = recipe_tokenizer.learn(recipe_tokenizer.training_texts(corpus, 50_000), 300)
+    learned.save(str(folder / "tokenizer.json"))
+    raw = json.loads((RECIPE / "config.json").read_text())
+    raw |= {"vocab_size": learned.get_vocab_size(), "hidden_size": 32, "intermediate_size": 16}
+    raw |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 8}
+    raw |= {"num_experts_per_tok": 2, "max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+def command(corpus: Path, tiny: Path, out: Path, *extra: str) -> list[str]:
+    files = ["--corpus", str(corpus), "--config", str(tiny / "config.json"), "--out", str(out)]
+    files += ["--tokenizer", str(tiny / "tokenizer.json"), "--cache", str(tiny / "tokens")]
+    return [*files, "--tokens", "128", "--context", "32", "--warmup", "3", "--decay-steps", "4", *extra]
+
+
+def trained(corpus: Path, tiny: Path, out: Path, *extra: str) -> dict[str, torch.Tensor]:
+    train.main(command(corpus, tiny, out, *extra))
+    state = torch.load(out / "checkpoint.pt", weights_only=True)
+    return {f"parameters.{name}": value for name, value in state["parameters"].items()} | {
+        f"optimisers.{i}.{key}.{name}": value
+        for i, optimiser in enumerate(state["optimisers"])
+        for key, values in optimiser["state"].items()
+        for name, value in values.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def run(corpus: Path, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One finished run of ten steps."""
+    out = tmp_path_factory.mktemp("run")
+    trained(corpus, tiny, out, "--steps", "10")
+    return out
+
+
+# Training
+
+
+def test_a_run_in_two_parts_equals_one_run_bit_for_bit(corpus: Path, tiny: Path, run: Path, tmp_path: Path) -> None:
+    trained(corpus, tiny, tmp_path, "--steps", "10", "--until", "4")
+    first = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert first["steps_done"] == 4
+    resumed = trained(corpus, tiny, tmp_path, "--steps", "10")
+    whole = trained(corpus, tiny, run, "--steps", "10")  # already finished: only read
+    assert whole.keys() == resumed.keys()
+    for name, value in whole.items():
+        assert torch.equal(value, resumed[name]), name
+
+    def log(folder: Path) -> list[dict[str, float]]:
+        lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
+
+    assert log(tmp_path) == log(run)
+    assert [line["step"] for line in log(run)] == list(range(1, 11))
+
+
+def test_training_lowers_the_loss(run: Path) -> None:
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert lines[0]["loss"] == pytest.approx(math.log(300), abs=0.2)
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.3
+
+
+def test_a_terminated_run_finishes_its_step_and_saves(
+    corpus: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, handler = train.Run.step, signal.getsignal(signal.SIGTERM)
+
+    def interrupted(run: train.Run) -> dict[str, float]:
+        if run.steps_done == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return step(run)
+
+    monkeypatch.setattr(train.Run, "step", interrupted)
+    train.main(command(corpus, tiny, tmp_path, "--steps", "1000000"))
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["steps_done"] == 3
+    assert (tmp_path / "log.jsonl").read_text().count("\n") == 3
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_run_is_not_carried_on_with_another_seed(corpus: Path, tiny: Path, run: Path) -> None:
+    with pytest.raises(SystemExit, match="seed 0"):
+        train.main(command(corpus, tiny, run, "--steps", "12", "--seed", "1"))
+
+
+def test_the_learning_rate_warms_up_stays_and_falls_to_zero() -> None:
+    scales = [train.learning_rate_scale(step, warmup=4, steps=20, decay_steps=5) for step in range(21)]
+    assert scales[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert scales[14:] == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
+
+
+# The corpus
+
+
+def test_the_split_is_by_text_alone_and_takes_one_in_fifty() -> None:
+    texts = sorted({f"{text} {i}" for i, text in enumerate(documents(7, 5000))})
+    kept, held_out = data.split(texts)
+    assert sorted(kept + held_out) == texts
+    assert data.split(held_out + held_out) == ([], held_out + held_out)
+    # 5000 draws of probability 1/50: mean 100, standard deviation 9.9.
+    assert 60 <= len(held_out) <= 140
+    expected = [text for text in texts if int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) % 50 == 0]
+    assert held_out == expected
+
+
+def test_nothing_that_is_trained_on_was_held_out(corpus: Path, tiny: Path) -> None:
+    loaded = recipe_tokenizer.Tokenizer.from_file(str(tiny / "tokenizer.json"))
+    streams = data.training_streams(corpus, loaded, tiny / "tokens")
+    texts = list(recipe_tokenizer.training_texts(corpus, 10**9))
+    for domain, stream in streams.items():
+        all_documents = data.read_documents(corpus / f"{domain}.txt.xz")
+        assert len(all_documents) == 150
+        kept, held_out = data.split(all_documents)
+        assert held_out
+        assert not set(held_out) & set(texts)
+        # The streams hold every other document and no other text.
+        decoded = loaded.decode(stream.tolist(), skip_special_tokens=False)
+        assert decoded == "".join(data.render(domain, text) + data.SEPARATOR for text in kept)
+
+
+@pytest.mark.skipif(not CORPUS.exists(), reason="needs the training corpus beside the repository")
+@pytest.mark.parametrize("domain", ["dialogue", "math"])
+def test_the_real_corpus_reads_as_its_manifest_says(domain: str) -> None:
+    texts = data.read_documents(CORPUS / f"{domain}.txt.xz")
+    assert len(texts) == {"dialogue": 3686, "math": 16473}[domain]
+    _, held_out = data.split(texts)
+    assert len(held_out) == pytest.approx(len(texts) / 50, rel=0.3)
+
+
+def test_windows_come_in_their_shares_and_repeat_only_after_all_have_been_read() -> None:
+    streams = {"a": np.arange(0, 1001, dtype=np.uint16), "b": np.arange(2000, 2401, dtype=np.uint16)}
+    mixture = data.Mixture(streams, {"a": 3, "b": 1}, seed=5, cycle=20)
+    inputs_BC, targets_BC = mixture.batch(0, 20, context=10)
+    assert torch.equal(inputs_BC[:, 1:], targets_BC[:, :-1])
+    assert torch.equal(targets_BC, inputs_BC + 1)
+    assert int((inputs_BC[:, 0] < 2000).sum()) == 15
+    # 99 windows of domain a make an epoch: 15 a cycle, so 6 cycles read 90 windows without a repeat.
+    starts = mixture.batch(0, 120, context=10)[0][:, 0]
+    in_a = starts[starts < 2000].tolist()
+    assert len(in_a) == len(set(in_a)) == 90
+    assert len({start % 10 for start in in_a}) == 1
+    # The n-th window is a function of n alone.
+    assert torch.equal(mixture.batch(37, 5, 10)[0], mixture.batch(0, 42, 10)[0][37:])
+
+
+def test_replies_end_with_end_of_text_as_the_chat_template_writes_them(tiny: Path, run: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    export.export(run / "checkpoint.pt", tiny / "config.json", tiny / "tokenizer.json", tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    turns = [("user", "tea please"), ("assistant", "With milk?"), ("user", "yes"), ("assistant", "Enjoy.")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    trained_on = data.render("dialogue", "User: tea please\nAssistant: With milk?\nUser: yes\nAssistant: Enjoy.")
+    assert loaded.apply_chat_template(messages, tokenize=False) == trained_on + data.SEPARATOR
+    asked = loaded.apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=True)
+    assert trained_on.startswith(asked)
+    assert asked.endswith("\nAssistant:")
+
+
+# The tokenizer
+
+
+@pytest.mark.parametrize("text", ["", "the fox", "  two\n\n\ttabs ", "aé🙂ß\x00\u200b", "12345 + 6", "ﬁ ① Å"])
+def test_every_text_survives_the_tokenizer(tiny: Path, text: str) -> None:
+    loaded = recipe_tokenizer.Tokenizer.from_file(str(tiny / "tokenizer.json"))
+    assert loaded.decode(loaded.encode(text).ids) == text
+
+
+def test_digits_are_tokens_of_their_own(tiny: Path) -> None:
+    loaded = recipe_tokenizer.Tokenizer.from_file(str(tiny / "tokenizer.json"))
+    assert loaded.encode("2026").tokens == ["2", "0", "2", "6"]
+
+
+# Losses, gradients, optimiser
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 8])
+def test_the_balance_loss_is_that_of_transformers(top_k: int) -> None:
+    from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
+
+    logits_TE = torch.randn(50, 8, generator=torch.Generator().manual_seed(top_k)) * 2
+    collected = losses.RouterLosses()
+    collected.routed(0, top_k_routing(logits_TE, top_k), logits_TE)
+    expected = load_balancing_loss_func((logits_TE,), num_experts=8, top_k=top_k)
+    torch.testing.assert_close(collected.balance, expected)
+
+
+def test_router_losses_by_hand() -> None:
+    # Two tokens, two experts, one choice each: both take expert 0, with probabilities 3/4 and 2/3.
+    logits_TE = torch.tensor([[3.0, 1.0], [2.0, 1.0]]).log()
+    collected = losses.RouterLosses()
+    collected.routed(0, top_k_routing(logits_TE, 1), logits_TE)
+    collected.routed(1, top_k_routing(logits_TE.flip(1), 1), logits_TE.flip(1))
+    balance = 2 * (1.0 * (3 / 4 + 2 / 3) / 2)
+    z = (math.log(4) ** 2 + math.log(3) ** 2) / 2
+    assert collected.balance.item() == pytest.approx(balance)
+    assert collected.z.item() == pytest.approx(z)
+    assert collected.total().item() == pytest.approx(0.01 * balance + 0.001 * z)
+
+
+def top_k_routing(logits_TE: torch.Tensor, top_k: int) -> Routing:
+    none = torch.zeros(logits_TE.shape[0], dtype=torch.int64)
+    context = RouterContext(0, "prefill", none, none, none, top_k, norm_topk_prob=False)
+    return ROUTERS["top_k"]().route(logits_TE, context)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_the_chunked_head_loss_has_the_gradients_of_cross_entropy(chunk: int) -> None:
+    generator = torch.Generator().manual_seed(chunk)
+    hidden_TD = torch.randn(20, 6, generator=generator, requires_grad=True)
+    head_VD = torch.randn(11, 6, generator=generator, requires_grad=True)
+    targets_T = torch.randint(11, (20,), generator=generator)
+    ours = losses.head_loss(hidden_TD, head_VD, targets_T, chunk)
+    theirs = F.cross_entropy(hidden_TD @ head_VD.T, targets_T)
+    torch.testing.assert_close(ours, theirs)
+    for got, expected in zip(
+        torch.autograd.grad(3 * ours, (hidden_TD, head_VD)),
+        torch.autograd.grad(3 * theirs, (hidden_TD, head_VD)),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_the_training_experts_have_the_gradients_of_the_reference(tokens: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = [(8, 5, 6), (8, 5, 6), (8, 6, 5), (tokens, 6), (tokens, 8)]
+    leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    weighing_TD = torch.randn(tokens, 6, generator=generator)
+
+    def result(backend: type) -> list[torch.Tensor]:
+        gate, up, down, x_TD, logits_TE = leaves
+        experts = backend(ExpertWeights(gate.unbind(0), up.unbind(0), down.unbind(0)))
+        y_TD = experts.run(x_TD, top_k_routing(logits_TE, 3))
+        return [y_TD, *torch.autograd.grad((y_TD * weighing_TD).sum(), leaves)]
+
+    for got, expected in zip(result(TrainingExperts), result(find_backend("reference")), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_training_experts_refuse_a_pruned_routing() -> None:
+    logits_TE = torch.randn(4, 3)
+    full = top_k_routing(logits_TE, 2)
+    pruned = Routing.from_ranking(full.experts_TK, full.weights_TK, torch.tensor([2, 1, 2, 2]), 3)
+    w = torch.randn(3, 4, 4)
+    experts = TrainingExperts(ExpertWeights(w.unbind(0), w.unbind(0), w.unbind(0)))
+    with pytest.raises(ValueError, match="every slot"):
+        experts.run(torch.randn(4, 4), pruned)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (3, 4, 16), (3, 16, 4)])
+def test_muon_moves_along_the_orthogonal_factor(shape: tuple[int, int, int]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    u, _, vh = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
+    gradient = u @ torch.diag_embed(torch.linspace(0.5, 2.0, u.shape[-1]).expand(3, -1)) @ vh
+    singular = torch.linalg.svdvals(muon.orthogonalise(gradient))
+    assert singular.min() > 0.6
+    assert singular.max() < 1.3
+    parameter = torch.zeros(shape, requires_grad=True)
+    parameter.grad = gradient
+    muon.Muon([parameter], lr=0.1).step()
+    moved = -parameter.detach() / (0.1 * max(1.0, shape[1] / shape[2]) ** 0.5)
+    # Within the tolerance of five Newton-Schulz steps, the move is U V^T.
+    cosine = F.cosine_similarity(moved.flatten(1), (u @ vh).flatten(1))
+    assert cosine.min() > 0.98
+
+
+# The exported folder
+
+
+def test_the_exported_folder_gives_the_same_loss_in_transformers(tiny: Path, run: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    export.export(run / "checkpoint.pt", tiny / "config.json", tiny / "tokenizer.json", tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = AutoTokenizer.from_pretrained(tmp_path)("the old fox slept near my house", return_tensors="pt").input_ids
+    model, ours_tokenizer = evaluate.load(tmp_path)
+    assert ours_tokenizer.encode("the old fox slept near my house").ids == ids[0].tolist()
+    with torch.no_grad():
+        expected = float(theirs(ids, labels=ids).loss)
+    bits = evaluate.total_bits(model, [ids[0].tolist()], 64, losses.RouterLosses())
+    assert bits * math.log(2) / (ids.shape[1] - 1) == pytest.approx(expected, rel=1e-5)
+    assert (
+        theirs.config.eos_token_id
+        == theirs.generation_config.eos_token_id
+        == ours_tokenizer.token_to_id(data.SEPARATOR)
+    )
+
+
+def test_the_exported_weights_are_the_trained_ones_rounded(tiny: Path, run: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    export.export(run / "checkpoint.pt", tiny / "config.json", tiny / "tokenizer.json", tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    state = torch.load(run / "checkpoint.pt", weights_only=True)["parameters"]
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    name = "model.layers.1.mlp.experts.5.down_proj.weight"
+    assert torch.equal(saved[name], state["1.expert_down"][5].bfloat16())
+    assert torch.equal(saved["model.layers.0.self_attn.k_proj.weight"], state["0.attention"][1].bfloat16())
+    assert torch.equal(saved["model.layers.0.self_attn.q_norm.weight"], state["0.norms"][1].bfloat16())
+    assert sum(tensor.numel() for tensor in saved.values()) == sum(value.numel() for value in state.values())
+
+
+def test_the_recipe_has_every_feature_of_olmoe_and_fits_in_48_mb() -> None:
+    raw = json.loads((RECIPE / "config.json").read_text())
+    config = ModelConfig.from_hf(raw)
+    assert (config.num_experts, config.top_k) == (64, 8)
+    assert not config.norm_topk_prob
+    assert not config.tie_word_embeddings
+    made = parameters.create(config, 0, torch.device("cpu"))
+    assert 2 * sum(value.numel() for value in made.values()) <= 48_000_000
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 9, 10, 17, 40])
+def test_every_token_but_the_first_is_scored_once(tokens: int) -> None:
+    ids = list(range(100, 100 + tokens))
+    scored: list[int] = []
+    for part, skip in evaluate.windows(ids, 8):
+        assert len(part) - 1 <= 8
+        assert skip == 0 or skip >= 4  # from the second window on, half a window of context or more
+        scored += part[1:][skip:]
+    assert scored == ids[1:]
+
+
+def test_a_short_document_costs_what_one_pass_says(tiny: Path, run: Path) -> None:
+    config = ModelConfig.from_hf(json.loads((tiny / "config.json").read_text()))
+    state = torch.load(run / "checkpoint.pt", weights_only=True)["parameters"]
+    model = Olmoe(config, parameters.checkpoint_weights(state), find_backend("bucketed"))
+    streams = [[0, 5, 6, 7], [0, 9], [0, *range(20, 60)]]
+    expected = 0.0
+    for ids in streams:
+        logits = model.head(model.forward(Batch(torch.tensor(ids[:-1]), [len(ids) - 1]), ROUTERS["top_k"]()))
+        expected += float(F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum")) / math.log(2)
+    load = evaluate.LoadCount(2, 8)
+    assert evaluate.total_bits(model, streams, 64, load) == pytest.approx(expected, rel=1e-5)
+    tokens = sum(len(ids) - 1 for ids in streams)
+    assert load.counts_LE.sum(dim=1).tolist() == [2 * tokens] * 2
+
+
+def test_the_smallest_share_is_relative_to_an_even_load() -> None:
+    load = evaluate.LoadCount(1, 4)
+    logits_TE = torch.tensor([[9.0, 0, 0, 0], [9.0, 0, 0, 0], [0, 9.0, 0, 0], [0, 0, 9.0, 0]])
+    load.routed(0, top_k_routing(logits_TE, 1), logits_TE)
+    assert load.smallest_shares() == [0.0]
+    logits_TE = torch.tensor([[0, 0, 0, 9.0]]).repeat(4, 1)
+    load.routed(0, top_k_routing(logits_TE, 1), logits_TE)
+    # Eight pairs: 2, 1, 1 and 4; a fair share is 2.
+    assert load.smallest_shares() == [0.5]
+
+
+def test_the_report_measures_bytes_and_xz_of_the_held_out_documents(
+    corpus: Path, tiny: Path, run: Path, tmp_path: Path
+) -> None:
+    export.export(run / "checkpoint.pt", tiny / "config.json", tiny / "tokenizer.json", tmp_path)
+    model, loaded = evaluate.load(tmp_path)
+    report = evaluate.measure(model, loaded, corpus, 32)
+    _, held_out = data.split(data.read_documents(corpus / "stories.txt.xz"))
+    stories = report["domains"]["stories"]  # type: ignore[index]
+    assert stories["documents"] == len(held_out) >= 1
+    assert stories["bytes"] == len("".join(held_out))
+    joined = f"\n{data.SEPARATOR}\n".join(held_out)
+    packed = subprocess.run(["xz", "-9e", "-c"], input=joined.encode(), capture_output=True, check=True).stdout
+    assert stories["xz_bits_per_byte"] * stories["bytes"] / 8 == pytest.approx(len(packed), rel=0.1)
+    assert 0 < stories["bits_per_byte"] < 8
