@@ -98,9 +98,8 @@ class Transformers(BenchEngine):
         self._cache = self._new_cache(config=self._model.config)
 
     def feed(self, ids: Sequence[int]) -> Tensor:
-        output = self._model(
-            input_ids=torch.tensor([ids]), past_key_values=self._cache, use_cache=True, logits_to_keep=1
-        )
+        # By place: transformers 5 calls the fourth argument past_key_values in some versions and cache in others.
+        output = self._model(torch.tensor([ids]), None, None, self._cache, use_cache=True, logits_to_keep=1)
         return output.logits[0, -1]
 
 

@@ -167,7 +167,7 @@ class Profiler(Probe):
         everything = sum(sum(values) for values in spans.values())
 
         def timing(layer: int | None, operation: str, values: Sequence[float]) -> Timing:
-            low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+            low, median, high = quartiles(values)
             total = sum(values)
             return Timing(phase, layer, operation, len(values), median, low, high, total, total / everything)
 
@@ -206,6 +206,14 @@ class Profiler(Probe):
             mean_k=mean_k,
             mean_k_by_layer=by_layer,
         )
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """First quartile, median and third quartile of at least one value."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, median, high
 
 
 def synchronise(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""FLOPs against a hand count and torch's own counter; bytes, phases and k against a recount; times against the clock."""
+"""FLOPs against a hand count and torch's own counter; bytes, phases k against a recount; times against the clock."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def by_transformers(logits_V: Tensor, sampling: Sampling, history: list[int]) ->
     ),
     data=st.data(),
 )
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=120)
 def test_the_distribution_is_that_of_transformers(V: int, seed: int, sampling: Sampling, data: st.DataObject) -> None:
     logits_V = random_logits(V, seed)
     history = data.draw(st.lists(st.integers(0, V - 1), max_size=6))
@@ -153,17 +153,17 @@ def test_draws_come_as_often_as_the_distribution_says(top_k: int) -> None:
     sampling = Sampling(temperature=1.5, top_k=top_k, seed=11)
     logits_V = random_logits(6, spread=1.0)
     sampler = Sampler(sampling)
-    counts_V = torch.bincount(torch.tensor([sampler.choose(logits_V, [], 0) for _ in range(3000)]), minlength=6)
+    counts_V = torch.bincount(torch.tensor([sampler.choose(logits_V, [], 0) for _ in range(2000)]), minlength=6)
     probs_V = probabilities(logits_V, sampling)
     live_V = probs_V > 0
     assert counts_V[~live_V].sum() == 0
-    assert chisquare(counts_V[live_V].numpy(), 3000 * probs_V[live_V].numpy()).pvalue > 0.001
+    assert chisquare(counts_V[live_V].numpy(), 2000 * probs_V[live_V].numpy()).pvalue > 0.001
 
 
 def test_a_seed_gives_the_same_tokens_whatever_else_draws() -> None:
     def draw(seed: int, *, disturbed: bool = False) -> list[int]:
         sampler, other = Sampler(Sampling(seed=seed)), Sampler(Sampling(seed=99))
-        tokens = []
+        tokens: list[int] = []
         for step in range(30):
             tokens.append(sampler.choose(random_logits(100, step), tokens, step))
             if disturbed:

@@ -111,9 +111,8 @@ def _turn(talk: Chat, line: str, *, streaming: bool) -> dict[str, Any]:
     except InputError as error:
         tell(f"error: {error} Type {RESET} to start over.", style="red")
         return {"error": str(error)}
-    finally:
-        if streaming:
-            write("\n")
+    if streaming:
+        write("\n")
     assert talk.result is not None
     return {
         "assistant": talk.result.text,

@@ -117,7 +117,7 @@ def generate(
             tell(table)
     if routing:
         run = [*result.prompt_tokens, *result.tokens]
-        tell(pictures.expert_counts([engine.tokenizer.decode([i]) for i in run], result.routing or []), style="")
+        tell(pictures.expert_counts([engine.tokenizer.decode([i]) for i in run], result.routing or []))
 
 
 def _prompt(prompt: str | None, prompt_file: str | None) -> str:

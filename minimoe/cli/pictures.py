@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,7 @@ def profile_tables(profile: Profile) -> list[Table]:
                 _milliseconds(timing.total),
                 f"{timing.share:.1%}",
             )
-    works = _table("phase", "passes", "tokens", "mean k", "FLOPs", "of experts", "bytes read", "of experts")
+    works = _table("phase", "passes", "tokens", "mean k", "FLOPs", "of experts", "paper's *", "bytes read", "of experts")
     works.title = "work"
     for phase in profile.phases:
         works.add_row(
@@ -45,19 +46,21 @@ def profile_tables(profile: Profile) -> list[Table]:
             f"{phase.mean_k:.2f}",
             count(sum(phase.flops.values()), "G"),
             count(phase.flops["experts"], "G"),
+            count(round(phase.paper_flops), "G"),
             count(sum(phase.bytes_read.values()), "G"),
             count(phase.bytes_read["experts"], "G"),
         )
     works.caption = (
         f"end to end {_milliseconds(profile.unprobed_seconds)} unmeasured, "
-        f"{_milliseconds(profile.probed_seconds)} while measured"
+        f"{_milliseconds(profile.probed_seconds)} while measured\n"
+        "* what the paper's formula gives for the MoE blocks: two matrices of 4 D, where there are three of I"
     )
     return [times, works]
 
 
 def expert_counts(texts: Sequence[str], layers: Sequence[Routing]) -> Text:
     """A row for every token that was run: its text, a character per layer for its k (a is 10), and their mean."""
-    picture = Text("experts of each token, one character per layer, and their mean", style="dim")
+    picture = Text().append("experts of each token, one character per layer, and their mean", "dim")
     if not layers:
         return picture.append(": no token was run")
     k_by_token = list(zip(*(layer.k_T.tolist() for layer in layers), strict=True))
@@ -65,8 +68,8 @@ def expert_counts(texts: Sequence[str], layers: Sequence[Routing]) -> Text:
     width = max(len(text) for text in shown)
     for text, k_of_layers in zip(shown, k_by_token, strict=False):  # the last token was written, and not run
         row = "".join(DIGITS[k] if k < len(DIGITS) else "+" for k in k_of_layers)
-        picture.append(f"\n{text:>{width}}  ", style="default")
-        picture.append(row, style="cyan").append(f"  {sum(k_of_layers) / len(k_of_layers):.2f}", style="default")
+        picture.append(f"\n{text:>{width}}  ")
+        picture.append(row, "cyan").append(f"  {sum(k_of_layers) / len(k_of_layers):.2f}")
     return picture
 
 
@@ -77,20 +80,18 @@ def curve(probs: Sequence[float], kept: Collection[int]) -> Text:
         probs: sorted, descending.
         kept: ranks from 0 that the rule keeps.
     """
-    picture = Text()
+    lines = []
     for row in range(CURVE_ROWS, 0, -1):
         label = f"{probs[0]:.3f} " if row == CURVE_ROWS else " " * 6
-        picture.append(label, style="dim")
-        for rank, p in enumerate(probs):
-            # Rounded up, so that a bar is never invisible.
-            high = p > probs[0] * (row - 1) / CURVE_ROWS
-            picture.append(
-                (KEPT if rank in kept else DROPPED) if high else " ", "bold green" if rank in kept else "dim"
-            )
-        picture.append("\n")
-    cut = max(kept, default=-1) + 1
-    picture.append(" " * 6).append("-" * cut, "bold green").append("|", "bold red")
-    return picture.append(f" k = {len(kept)} of {len(probs)}", "bold")
+        floor = probs[0] * (row - 1) / CURVE_ROWS  # rounded up, so that a tiny one shows too
+        bars = ((KEPT if rank in kept else DROPPED) if p > floor else " " for rank, p in enumerate(probs))
+        lines.append(label + "".join(bars))
+    lines.append(" " * 6 + "-" * (max(kept, default=-1) + 1) + f"| k = {len(kept)} of {len(probs)}")
+    picture = Text("\n".join(lines))
+    picture.highlight_regex(f"{KEPT}+|-+", "bold green")
+    picture.highlight_regex(re.escape(DROPPED) + "{2,}", "dim")
+    picture.highlight_regex(r"\|.*", "bold")
+    return picture
 
 
 def _table(*columns: str, text_columns: int = 1) -> Table:
