@@ -17,6 +17,7 @@ DEFAULTS: Mapping[str, Any] = {
     "rms_norm_eps": 1e-5,
     "norm_topk_prob": False,
     "tie_word_embeddings": False,
+    "eos_token_id": 50279,
 }
 ROPE_THETA = 10000.0
 
@@ -86,7 +87,7 @@ class ModelConfig:
             clip_qkv=None if raw.get("clip_qkv") is None else _positive(raw, "clip_qkv"),
             norm_topk_prob=_switch(raw, "norm_topk_prob"),
             tie_word_embeddings=_switch(raw, "tie_word_embeddings"),
-            eos_token_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
+            eos_token_ids=token_ids(raw.get("eos_token_id", DEFAULTS["eos_token_id"]), "eos_token_id"),
             bos_token_id=next(iter(token_ids(raw.get("bos_token_id"), "bos_token_id")), None),
             dtype=_dtype(raw),
         )

@@ -114,7 +114,7 @@ class FakeHubHandler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
     """A running FakeHub, which huggingface_hub takes for the real one."""
     server = FakeHub()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -122,6 +122,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     pattern = server.address + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.address)
     monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", pattern)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     yield server
     server.closing.set()

@@ -24,6 +24,7 @@ def test_the_product_is_right_in_every_dtype(
     rows: int, dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("minimoe.linear.has_native_half", lambda dtype: native)
+    monkeypatch.setattr("minimoe.linear.WIDEN_ELEMENTS", 3 * 33)  # blocks of three rows of the weight, and a rest
     x_TA, weight_BA = operands(rows, dtype)
     before = weight_BA.clone()
     y_TB = linear(x_TA, weight_BA)

@@ -22,7 +22,7 @@ DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 def profile_tables(profile: Profile) -> list[Table]:
-    """Where the time went, by phase and operation, and how much work each phase was."""
+    """Where the time went, by phase and operation, how much work each phase was, and the layers one by one."""
     times = _table("phase", "operation", "spans", "median", "quartiles", "total", "share", text_columns=2)
     times.title = "time"
     for phase in profile.phases:
@@ -55,7 +55,28 @@ def profile_tables(profile: Profile) -> list[Table]:
         f"{_milliseconds(profile.probed_seconds)} while measured\n"
         "* what the paper's formula gives for the MoE blocks: two matrices of 4 D, where there are three of I"
     )
-    return [times, works]
+    return [times, works, _layer_table(profile)]
+
+
+def _layer_table(profile: Profile) -> Table:
+    """Layer by layer: mean k, and the median time of the two operations that take most of it."""
+    phases = [phase.phase for phase in profile.phases]
+    headings = [f"{what}, {phase}" for phase in phases for what in ("mean k", "attention", "experts")]
+    table = _table("layer", *headings)
+    table.title = "layers"
+    median = {(t.phase, t.layer, t.operation): _milliseconds(t.median) for t in profile.timings}
+    for layer in range(len(profile.phases[0].mean_k_by_layer) if profile.phases else 0):
+        cells = [
+            cell
+            for phase in profile.phases
+            for cell in (
+                f"{phase.mean_k_by_layer[layer]:.2f}",
+                median[phase.phase, layer, "attention"],
+                median[phase.phase, layer, "experts"],
+            )
+        ]
+        table.add_row(str(layer), *cells)
+    return table
 
 
 def expert_counts(texts: Sequence[str], layers: Sequence[Routing]) -> Text:
