@@ -22,10 +22,10 @@ from rich.progress import track
 from torch import Tensor
 
 from bench.report import Spread, at_least_one, machine, publish, table
+from minimoe.linear import WIDEN_ELEMENTS
 
 ROWS = (1, 2, 4, 6, 8, 12, 16, 32, 64)
 SHAPES = {"expert up": (1024, 2048), "expert down": (2048, 1024), "attention": (2048, 2048), "head": (50304, 2048)}
-BLOCK = 2**19  # elements: 2 MiB in float32, which stays in the cache between widening and use
 WEIGHTS_BYTES = 100_000_000  # of different weights of a shape, so that none is found in the cache
 
 
@@ -39,7 +39,7 @@ def widened(x_TA: Tensor, weight_BA: Tensor) -> Tensor:
 
 def widened_in_blocks(x_TA: Tensor, weight_BA: Tensor) -> Tensor:
     x32_TA = x_TA.float()
-    blocks = weight_BA.split(max(BLOCK // weight_BA.shape[1], 1))
+    blocks = weight_BA.split(max(1, WIDEN_ELEMENTS // weight_BA.shape[1]))
     return torch.cat([F.linear(x32_TA, block.float()) for block in blocks], dim=1).to(x_TA.dtype)
 
 

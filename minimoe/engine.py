@@ -210,10 +210,10 @@ class Engine:
         return Batcher(self.model, self.tokenizer, self.router, self.eos_token_ids, probe)
 
     def _first_token(self) -> int:
-        if self.config.bos_token_id is not None:
-            return self.config.bos_token_id
-        if self.eos_token_ids:
-            return self.eos_token_ids[0]
+        bos = () if self.config.bos_token_id is None else (self.config.bos_token_id,)
+        for token in (*bos, *self.eos_token_ids):
+            if token < self.config.vocab_size:
+                return token
         raise InputError("the prompt is empty, and the model has no BOS or EOS token to start from; give some text.")
 
     def _check_ids(self, ids: Sequence[int]) -> None:

@@ -131,9 +131,7 @@ class Olmoe:
 class Layer:
     """One pre-norm block: attention, then the sparse mixture of experts."""
 
-    def __init__(
-        self, config: ModelConfig, weights: Mapping[str, Tensor], index: int, experts: type[Experts]
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], index: int, experts: type[Experts]) -> None:
         def weight(name: str) -> Tensor:
             return weights[f"model.layers.{index}.{name}.weight"]
 

@@ -84,8 +84,11 @@ def chatty(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 
 
 def process(words: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """The command line in a process of its own, with stdout buffered as it is by default."""
     command = [sys.executable, "-m", "minimoe", *words]
-    return subprocess.Popen(command, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options})
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.Popen(command, env=environment, **streams)
 
 
 # Help.

@@ -219,6 +219,22 @@ def test_an_empty_prompt_starts_a_document(engine: Engine) -> None:
     assert engine.generate(["", "Once"], max_new_tokens=2)[0].prompt_tokens == [EOS]
 
 
+@pytest.mark.parametrize(("bos", "eos", "first"), [(7, 9, 7), (None, [9, 12], 9), (10**6, 9, 9)])
+def test_what_an_empty_prompt_starts_with(tmp_path: Path, bos: Any, eos: Any, first: int) -> None:
+    folder = write_checkpoint(tmp_path, "base")
+    edit_json(folder / "config.json", {"bos_token_id": bos, "eos_token_id": eos})
+    (folder / "generation_config.json").unlink()
+    assert minimoe.load(folder).encode_prompt("") == [first]
+
+
+def test_an_empty_prompt_needs_something_to_start_with(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "base")
+    edit_json(folder / "config.json", {"bos_token_id": None, "eos_token_id": None})
+    (folder / "generation_config.json").unlink()
+    with pytest.raises(InputError, match="prompt is empty"):
+        minimoe.load(folder).generate("")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from minimoe.linear import WIDEN_FROM_ROWS, has_native_half, linear
 
@@ -36,11 +37,22 @@ def test_the_product_is_right_in_every_dtype(
     np.testing.assert_allclose(y_TB.double().numpy(), exact, rtol=EPS[dtype], atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_many_half_precision_rows_are_summed_in_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minimoe.linear.has_native_half", lambda dtype: False)
-    x_TA, weight_BA = operands(40, dtype)
-    assert torch.equal(linear(x_TA, weight_BA), (x_TA.float() @ weight_BA.float().T).to(dtype))
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_only_many_rows_that_the_processor_would_emulate_are_widened(
+    rows: int, dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minimoe.linear.has_native_half", lambda dtype: native)
+    monkeypatch.setattr("minimoe.linear.WIDEN_ELEMENTS", 6 * 33)
+    seen: list[tuple[torch.dtype, int]] = []
+    product = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, weight: seen.append((weight.dtype, len(weight))) or product(x, weight))
+    linear(*operands(rows, dtype))
+    if dtype == torch.float32 or native or rows < WIDEN_FROM_ROWS:
+        assert seen == [(dtype, 17)]
+    else:
+        assert seen == [(torch.float32, 6), (torch.float32, 6), (torch.float32, 5)]
 
 
 def test_widening_lets_gradients_through(monkeypatch: pytest.MonkeyPatch) -> None:

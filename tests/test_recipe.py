@@ -6,6 +6,7 @@ import hashlib
 import json
 import lzma
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -415,16 +416,30 @@ def test_the_smallest_share_is_relative_to_an_even_load() -> None:
 
 
 def test_the_report_measures_bytes_and_xz_of_the_held_out_documents(
-    corpus: Path, tiny: Path, run: Path, tmp_path: Path
+    corpus: Path, tiny: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     export.export(run / "checkpoint.pt", tiny / "config.json", tiny / "tokenizer.json", tmp_path)
-    model, loaded = evaluate.load(tmp_path)
-    report = evaluate.measure(model, loaded, corpus, 32)
+    prompt = "User: tea\nAssistant:"
+    arguments = [str(tmp_path), "--corpus", str(corpus), "--context", "32", "--prompt", prompt, "--prompt", prompt]
+    evaluate.main(arguments)
+    report = json.loads(capsys.readouterr().out)
     _, held_out = data.split(data.read_documents(corpus / "stories.txt.xz"))
-    stories = report["domains"]["stories"]  # type: ignore[index]
+    stories = report["domains"]["stories"]
     assert stories["documents"] == len(held_out) >= 1
     assert stories["bytes"] == len("".join(held_out))
-    joined = f"\n{data.SEPARATOR}\n".join(held_out)
-    packed = subprocess.run(["xz", "-9e", "-c"], input=joined.encode(), capture_output=True, check=True).stdout
-    assert stories["xz_bits_per_byte"] * stories["bytes"] / 8 == pytest.approx(len(packed), rel=0.1)
+    assert stories["xz_bits_per_byte"] == pytest.approx(8 * evaluate.xz_size(held_out) / stories["bytes"], abs=1e-3)
+    ratio = stories["bits_per_byte"] / stories["xz_bits_per_byte"]
+    assert stories["below_xz_percent"] == pytest.approx(100 * (1 - ratio), abs=0.1)
     assert 0 < stories["bits_per_byte"] < 8
+    assert len(report["smallest_expert_share_by_layer"]) == 2
+    first, second = report["samples"]
+    assert first == second  # the seed decides
+    assert first.startswith(prompt)
+
+
+@pytest.mark.skipif(shutil.which("xz") is None, reason="needs the xz program")
+def test_the_size_is_that_of_the_xz_program() -> None:
+    texts = documents(3, 400)
+    joined = f"\n{data.SEPARATOR}\n".join(texts).encode()
+    packed = subprocess.run(["xz", "-9e", "-c"], input=joined, capture_output=True, check=True).stdout
+    assert evaluate.xz_size(texts) == pytest.approx(len(packed), abs=32)

@@ -36,7 +36,9 @@ def profile_tables(profile: Profile) -> list[Table]:
                 _milliseconds(timing.total),
                 f"{timing.share:.1%}",
             )
-    works = _table("phase", "passes", "tokens", "mean k", "FLOPs", "of experts", "paper's *", "bytes read", "of experts")
+    works = _table(
+        "phase", "passes", "tokens", "mean k", "FLOPs", "of experts", "paper's *", "bytes read", "of experts"
+    )
     works.title = "work"
     for phase in profile.phases:
         works.add_row(

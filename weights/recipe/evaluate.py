@@ -93,6 +93,12 @@ def total_bits(model: Olmoe, streams: Sequence[Sequence[int]], context: int, pro
     return bits
 
 
+def xz_size(documents: Sequence[str]) -> int:
+    """Bytes that `xz -9e` packs these documents into, as one file in the form of the corpus."""
+    text = f"\n{SEPARATOR}\n".join(documents)
+    return len(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
+
+
 def measure(model: Olmoe, tokenizer: Tokenizer, corpus: Path, context: int) -> dict[str, object]:
     """Bits per byte of each domain's held-out documents beside xz -9e, and the expert load over all of them."""
     end = model.config.eos_token_ids[0]
@@ -102,9 +108,7 @@ def measure(model: Olmoe, tokenizer: Tokenizer, corpus: Path, context: int) -> d
         _, held_out = split(read_documents(corpus / f"{domain}.txt.xz"))
         encoded = tokenizer.encode_batch_fast([render(domain, document) for document in held_out])
         bits = total_bits(model, [[end, *one.ids, end] for one in encoded], context, load)
-        text = f"\n{SEPARATOR}\n".join(held_out).encode()
-        size = sum(len(document.encode()) for document in held_out)
-        packed = len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME))
+        size, packed = sum(len(document.encode()) for document in held_out), xz_size(held_out)
         domains[domain] = {
             "documents": len(held_out),
             "bytes": size,
@@ -121,7 +125,7 @@ def sample(model: Olmoe, tokenizer: Tokenizer, prompt: str, tokens: int, seed: i
     generator = torch.Generator().manual_seed(seed)
     ids = tokenizer.encode(prompt).ids
     begun = len(ids)
-    while len(ids) < begun + tokens:
+    while len(ids) < min(begun + tokens, model.config.max_positions):
         hidden_TD = model.forward(Batch(torch.tensor(ids), [len(ids)]), ROUTERS["top_k"]())
         logits_V = model.head(hidden_TD[-1:])[0].float()
         if temperature == 0:
@@ -141,13 +145,13 @@ def load(folder: Path) -> tuple[Olmoe, Tokenizer]:
     return Olmoe(config, weights, find_backend("bucketed")), Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--corpus", type=Path, default=Path("../shared/data/corpus"))
-    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--context", type=int, default=1024, help="tokens in a window")
     parser.add_argument("--prompt", action="append", default=[], help="also continue this text; may be repeated")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     model, tokenizer = load(options.folder)
     report = measure(model, tokenizer, options.corpus, options.context)
     report["samples"] = [
