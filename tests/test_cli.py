@@ -34,6 +34,7 @@ from minimoe.errors import InputError
 from minimoe.experts import BACKENDS
 from minimoe.routers import ROUTERS
 from minimoe.routers.spec import parameters
+from minimoe.routing import Routing
 
 VERBS = ("generate", "chat", "routers", "bench", "download")
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -147,13 +148,25 @@ def test_generate_writes_the_text_and_nothing_else_to_stdout(cli: Cli, folder: P
     assert f"new: {len(wanted.tokens)} tokens" in run.err
 
 
+class Flushes(io.StringIO):
+    """A stdout that remembers what had been written whenever it was flushed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def flush(self) -> None:
+        self.seen.append(self.getvalue())
+
+
 def test_generate_streams(cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces: list[str] = []
-    monkeypatch.setattr("minimoe.cli.generate.write", pieces.append)
-    cli("generate", "-m", folder, "-n", 12, "--temperature", 0)
     whole = minimoe.load(folder).generate("Once upon a time", max_new_tokens=12, temperature=0).text
-    assert "".join(pieces) == whole + "\n"
-    assert len(pieces) > 4
+    out = Flushes()
+    monkeypatch.setattr(sys, "stdout", out)
+    cli("generate", "-m", folder, "-n", 12, "--temperature", 0)
+    assert out.seen[-1] == whole + "\n"
+    assert len(set(out.seen)) > 4
+    assert all(whole.startswith(seen) for seen in out.seen[:-2])
 
 
 def test_the_prompt_is_shown_on_a_terminal_only(cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,10 +473,26 @@ def test_a_rule_that_fails_is_named_with_its_error(
 ) -> None:
     file = tmp_path / "mine.py"
     file.write_text(HEAD + code)
-    run = cli("generate", "-m", folder, "-n", 2, "--json", "-r", f"{file}:Mine")
-    assert_one_sentence(run)
-    assert str(file) in run.err
-    assert named in run.err
+    for verb in (("generate", "-n", 2), ("bench", "-p", 4, "-n", 0)):
+        run = cli(*verb, "-m", folder, "--json", "--router", f"{file}:Mine")
+        assert_one_sentence(run)
+        assert str(file) in run.err
+        assert named in run.err
+
+
+def test_how_often_an_own_rule_is_tested(
+    cli: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(HEAD + "class Mine(TopK): pass")
+    tested: list[Routing] = []
+    monkeypatch.setattr(Routing, "check", lambda routing: tested.append(routing))
+    layers, own = 3, ("-m", folder, "--router", f"{file}:Mine")
+    cli("generate", "-n", 5, *own)
+    assert len(tested) == layers * 5
+    tested.clear()
+    cli("bench", "-p", 4, "-n", 4, "-r", 2, *own)
+    assert len(tested) == layers * 2
 
 
 def test_a_rule_that_works(cli: Cli, folder: Path, tmp_path: Path) -> None:

@@ -47,7 +47,12 @@ def test_only_many_rows_that_the_processor_would_emulate_are_widened(
     monkeypatch.setattr("minimoe.linear.WIDEN_ELEMENTS", 6 * 33)
     seen: list[tuple[torch.dtype, int]] = []
     product = F.linear
-    monkeypatch.setattr(F, "linear", lambda x, weight: seen.append((weight.dtype, len(weight))) or product(x, weight))
+
+    def watched(x_TA: torch.Tensor, weight_BA: torch.Tensor) -> torch.Tensor:
+        seen.append((weight_BA.dtype, len(weight_BA)))
+        return product(x_TA, weight_BA)
+
+    monkeypatch.setattr(F, "linear", watched)
     linear(*operands(rows, dtype))
     if dtype == torch.float32 or native or rows < WIDEN_FROM_ROWS:
         assert seen == [(dtype, 17)]

@@ -9,30 +9,26 @@ from typing import Any
 from torch import Tensor
 
 from minimoe.errors import InputError
+from minimoe.probe import Phase
 from minimoe.routers import Router, RouterContext
 from minimoe.routers.spec import parse_router
 from minimoe.routing import Routing
 
 
-def read_router(spec: str, *, check: bool = True) -> Router:
+def read_router(spec: str, *, every_pass: bool = True) -> Router:
     """The rule of a SPEC; one that is not minimoe's own is watched.
 
     Args:
         spec: see minimoe.routers.spec.parse_router.
-        check: test every routing of such a rule, which takes a little time; else only whether it is one.
+        every_pass: see OwnRule.
 
     Raises:
-        InputError: as parse_router does, and whatever a user's class raises when it is built.
+        InputError: as parse_router does.
     """
-    try:
-        rule = parse_router(spec)
-    except InputError:
-        raise
-    except (Exception, SystemExit) as error:  # a script may well call sys.exit
-        raise InputError(f"router {spec} could not be built: {_told(error)}.") from error
+    rule = parse_router(spec)
     if type(rule).__module__.partition(".")[0] == "minimoe":
         return rule
-    return OwnRule(rule, spec, check=check)
+    return OwnRule(rule, spec, every_pass=every_pass)
 
 
 class OwnRule(Router):
@@ -41,13 +37,15 @@ class OwnRule(Router):
     Args:
         rule: any object with a `route` method.
         spec: what the user called it.
-        check: whether every routing is tested against the promises of Routing.
+        every_pass: test each Routing against what it promises. That takes a little time; without it, only the first
+            of each layer and phase is tested.
     """
 
-    def __init__(self, rule: Any, spec: str, *, check: bool) -> None:
+    def __init__(self, rule: Any, spec: str, *, every_pass: bool) -> None:
         self.rule = rule
         self._spec = spec
-        self._check = check
+        self._every_pass = every_pass
+        self._tested: set[tuple[int, Phase]] = set()
 
     def route(self, logits_TE: Tensor, context: RouterContext) -> Routing:
         """What the rule says.
@@ -59,12 +57,14 @@ class OwnRule(Router):
             routing = self.rule.route(logits_TE, context)
         except InputError:
             raise
-        except (Exception, SystemExit) as error:
-            raise InputError(f"router {self._spec} failed{self._line(error)}: {_told(error)}.") from error
+        except (Exception, SystemExit) as error:  # a script may well call sys.exit
+            what = f"{type(error).__name__}: {error}".removesuffix(".")
+            raise InputError(f"router {self._spec} failed{self._line(error)}: {what}.") from error
         if not isinstance(routing, Routing):
             raise InputError(f"router {self._spec} must return a Routing, not {type(routing).__name__}.")
-        if self._check:
+        if self._every_pass or (context.layer, context.phase) not in self._tested:
             self._test(routing, logits_TE)
+            self._tested.add((context.layer, context.phase))
         return routing
 
     def _test(self, routing: Routing, logits_TE: Tensor) -> None:
@@ -83,7 +83,3 @@ class OwnRule(Router):
         path = inspect.getsourcefile(type(self.rule))
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         return f" in line {lines[-1]} of {path}" if lines else ""
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".removesuffix(".")
