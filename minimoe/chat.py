@@ -44,7 +44,9 @@ class Chat:
         request = self._engine.request(self._engine.tokenizer.chat(messages), **self._options)
         cache, shared = self._room(request)
         self._ids = self._ids[:shared]  # true from here on, whatever happens below
-        stream = Stream(self._engine.batcher().run([replace(request, cache=cache)]))
+        # Every turn draws anew, or the same question would always get the same answer.
+        sampling = replace(request.sampling, seed=request.sampling.seed + len(self.messages) // 2)
+        stream = Stream(self._engine.batcher().run([replace(request, cache=cache, sampling=sampling)]))
         yield from stream
         assert stream.result is not None
         self._ids = [*request.ids, *stream.result.tokens][: cache.length]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -289,15 +290,13 @@ def _place(tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.devi
 
 
 def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InputError(f"unknown device {name!r}; choose cpu, cuda or cuda:N.") from None
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(f"unsupported device {name!r}; choose cpu, cuda or cuda:N.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
+    if match is None:
+        raise InputError(f"unknown device {name!r}; choose cpu, cuda or cuda:N.")
+    # Compared as written: torch itself takes the number modulo 256.
+    if name != "cpu" and int(match[1] or 0) >= torch.cuda.device_count():
         raise InputError(f"there is no device {name!r} on this machine; torch sees {torch.cuda.device_count()} GPUs.")
-    return device
+    return torch.device(name)
 
 
 def _notes(dtype: torch.dtype, device: torch.device) -> list[str]:

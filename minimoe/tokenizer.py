@@ -87,8 +87,7 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise InputError("this model has no chat template, so it cannot chat; use generate instead.")
-        special = [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
-        names = sorted(special, key=len, reverse=True)
+        names = [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
         marks = {name: chr(_FIRST_MARK + i) for i, name in enumerate(names)}
         meant = {mark: name for name, mark in marks.items()}
         spelled = re.compile("|".join(map(re.escape, names)) or "(?!)")

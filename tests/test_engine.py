@@ -331,6 +331,18 @@ def test_a_conversation_equals_whole_prompts(chatty: Engine) -> None:
         assert chat.messages == [*messages, {"role": "assistant", "content": expected.text}]
 
 
+def test_turns_draw_anew_and_repeatably(chatty: Engine) -> None:
+    def talk() -> list[str]:
+        chat = chatty.chat(max_new_tokens=6, temperature=1.0, seed=3)
+        return ["".join(chat.say("Hello")) for _ in range(2)]
+
+    first, second = talk()
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": first}]
+    prompt = chatty.tokenizer.chat([*messages, {"role": "user", "content": "Hello"}])
+    assert second == chatty.generate(prompt, max_new_tokens=6, temperature=1.0, seed=4).text
+    assert talk() == [first, second]
+
+
 def test_a_turn_only_runs_its_new_tokens(chatty: Engine) -> None:
     chat = chatty.chat(max_new_tokens=4, temperature=0)
     "".join(chat.say("Hello there, how are you today?"))
@@ -363,7 +375,8 @@ def test_chat_needs_a_template(engine: Engine) -> None:
         ({"backend": "fast"}, "unknown backend 'fast'.*bucketed"),
         ({"dtype": "int8"}, "unknown dtype 'int8'.*bfloat16"),
         ({"device": "tpu"}, "device"),
-        ({"device": "cuda:99"}, "no device"),
+        ({"device": "cuda:256"}, "no device"),
+        ({"device": "cuda:-1"}, "device"),
         ({"threads": 0}, "threads"),
         ({"router": "top_k:k=9"}, "9 experts.* 8"),
     ],

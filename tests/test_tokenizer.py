@@ -120,6 +120,15 @@ def test_special_tokens_are_not_seen(small: Tokenizer) -> None:
     assert "".join(streamed(small, [split[0], EOS, *split[1:]])) == "🙂"
 
 
+def test_a_stream_keeps_the_spaces_that_a_decoder_drops_at_the_start_of_a_text() -> None:
+    vocabulary = {"▁The": 0, "▁fox": 1, "es": 2, "▁": 3}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="▁"))
+    backend.decoder = tokenizers.decoders.Metaspace()
+    words = Tokenizer(backend, {}, None)
+    assert words.decode([0, 1, 2, 1, 0]) == "The foxes fox The"
+    assert streamed(words, [0, 1, 2, 1, 0]) == ["The", " fox", "es", " fox", " The", ""]
+
+
 def test_ids_past_the_tokenizer_have_no_text(small: Tokenizer) -> None:
     """Models have larger vocabularies than their tokenizers; such an id is possible, and no error."""
     assert small.decode([TOKENIZER_SIZE, *small.encode("owl"), TOKENIZER_SIZE + 23]) == "owl"
