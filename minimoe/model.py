@@ -71,12 +71,8 @@ class Olmoe:
         self.head_VD = weights["lm_head.weight"]
         self.dtype = self.embed_VD.dtype
         self.device = self.embed_VD.device
-        # Angles in float32, whatever the model's dtype: position x base^(-2i/d).
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        inverse = 1.0 / config.rope_theta**exponents
-        angles = torch.arange(config.max_positions, dtype=torch.float32)[:, None] * inverse
-        self.cos_Sd = torch.cat([angles, angles], dim=-1).cos().to(self.device, self.dtype)
-        self.sin_Sd = torch.cat([angles, angles], dim=-1).sin().to(self.device, self.dtype)
+        exponents_d2 = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        self.inverse_d2 = (1.0 / config.rope_theta**exponents_d2).to(self.device)
 
     def forward(
         self, batch: Batch, router: Router, probe: Probe | None = None, generator: torch.Generator | None = None
@@ -100,7 +96,9 @@ class Olmoe:
         probe.step(batch.phase, batch.new, past)
         positions_T = torch.cat([torch.arange(p, p + n) for p, n in zip(past, batch.new, strict=True)]).to(self.device)
         sequence_T = torch.repeat_interleave(torch.arange(len(batch.new)), torch.tensor(batch.new)).to(self.device)
-        rotation = self.cos_Sd[positions_T][:, None], self.sin_Sd[positions_T][:, None]
+        # Angles in float32, whatever the model's dtype: position x base^(-2i/d), twice for the half-split pairs.
+        angles_T1d = (positions_T.float()[:, None] * self.inverse_d2).repeat(1, 2)[:, None]
+        rotation = angles_T1d.cos().to(self.dtype), angles_T1d.sin().to(self.dtype)
         with probe.span("embed"):
             x_TD = F.embedding(batch.ids_T, self.embed_VD)
         for index, layer in enumerate(self.layers):

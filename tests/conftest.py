@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 from fixtures import write_checkpoint
+from hypothesis import HealthCheck, settings
 
 # The shapes are tiny: a second thread would only wait for the first.
 torch.set_num_threads(1)
+# A busy machine is no fault of the code.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

@@ -35,8 +35,8 @@ def parse_router(spec: str | Router) -> Router:
     key = name.replace("-", "_")
     if key in ROUTERS:
         return _build(key, ROUTERS[key], rest)
-    if name.endswith(".py") or "." in name or "/" in name:
-        class_name, _, arguments = rest.partition(":")
+    class_name, _, arguments = rest.partition(":")
+    if name.endswith(".py") or "." in name or "/" in name or class_name.isidentifier():
         return _build(f"{name}:{class_name}", _user_class(name, class_name), arguments)
     raise InputError(f"unknown router {name!r}; choose one of {', '.join(ROUTERS)}, or name your own as path.py:Class.")
 
