@@ -66,7 +66,6 @@ OLMOE_1B_7B: Mapping[str, Any] = {
 }
 STAMP = "synthetic.json"
 DEFAULT_LAYERS, DEFAULT_GATE_SCALE = 4, 0.5
-EXPERT_GAIN = 4.0  # the router's weights sum to about a quarter, and SiLU halves what it lets through
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +75,13 @@ class Recipe:
     Attributes:
         gate_scale: standard deviation of the router logits. It sets how many experts the elbow rule keeps of the
             8: 0.5 gives a mean k of 7.6 (the paper's), 2.65 gives 6.0, 6.1 gives 4.0.
+        expert_gain: scale of the down projections. At 1 a layer's experts add little, for the weights of 8 sum to a
+            quarter and SiLU halves what it lets through; at 4 the rounding of 16 layers makes the logits diverge.
         changes: config.json keys on top of OLMOE_1B_7B, the number of layers for example.
     """
 
     gate_scale: float = DEFAULT_GATE_SCALE
+    expert_gain: float = 2.0
     seed: int = 0
     changes: Mapping[str, Any] = field(default_factory=lambda: {"num_hidden_layers": DEFAULT_LAYERS})
 
@@ -98,8 +100,9 @@ def write(folder: Path, recipe: Recipe) -> bool:
     One layer is in memory at a time, and a folder appears only when it is complete.
 
     Raises:
-        InputError: the folder holds something else.
+        InputError: an impossible recipe, or the folder holds something else.
     """
+    config = recipe.config
     if folder.exists():
         stamp = folder / STAMP
         if not stamp.is_file() or json.loads(stamp.read_text("utf-8")) != asdict(recipe):
@@ -109,7 +112,7 @@ def write(folder: Path, recipe: Recipe) -> bool:
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was interrupted
     partial.mkdir(parents=True)
     _write_weights(partial, recipe)
-    _write_tokenizer(partial / "tokenizer.json", recipe.config.vocab_size)
+    _write_tokenizer(partial / "tokenizer.json", config.vocab_size)
     _write_json(partial / "config.json", recipe.raw_config)
     _write_json(partial / STAMP, asdict(recipe))
     partial.rename(folder)
@@ -153,7 +156,7 @@ def _source(recipe: Recipe) -> Callable[[str, Shape], Tensor]:
     def draw(name: str, shape: Shape) -> Tensor:
         if ".experts." in name:
             start = next(starts)
-            gain = EXPERT_GAIN if "down_proj" in name else 1.0
+            gain = recipe.expert_gain if "down_proj" in name else 1.0
             return row[start : start + D * I].view(shape) * (gain / shape[1] ** 0.5)
         values = torch.randn(shape, generator=generator)
         if "norm" in name:
@@ -206,7 +209,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the folder; by default one in the system's temporary folder")
     arguments = parser.parse_args()
     folder = arguments.out or default_folder(arguments.layers, arguments.gate_scale)
-    recipe = Recipe(arguments.gate_scale, arguments.seed, {"num_hidden_layers": arguments.layers})
+    recipe = Recipe(arguments.gate_scale, seed=arguments.seed, changes={"num_hidden_layers": arguments.layers})
     try:
         written = write(folder, recipe)
     except InputError as error:

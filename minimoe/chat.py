@@ -42,19 +42,21 @@ class Chat:
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         request = self._engine.request(self._engine.tokenizer.chat(messages), **self._options)
-        cache, shared = self._room(request)
-        self._ids = self._ids[:shared]  # true from here on, whatever happens below
+        cache = self._take_cache(request)
         # Every turn draws anew, or the same question would always get the same answer.
-        sampling = replace(request.sampling, seed=request.sampling.seed + len(self.messages) // 2)
+        sampling = request.sampling.reseeded(len(self.messages) // 2)
         stream = Stream(self._engine.batcher().run([replace(request, cache=cache, sampling=sampling)]))
         yield from stream
         assert stream.result is not None
-        self._ids = [*request.ids, *stream.result.tokens][: cache.length]
+        self._cache, self._ids = cache, [*request.ids, *stream.result.tokens][: cache.length]
         self.messages = [*messages, {"role": "assistant", "content": stream.result.text}]
         self.result = stream.result
 
-    def _room(self, request: Request) -> tuple[KVCache, int]:
-        """A cache with room for the request, cut back to the tokens that it shares with what was run before."""
+    def _take_cache(self, request: Request) -> KVCache:
+        """A cache with room for the request, cut back to the tokens that it shares with what was run before.
+
+        The conversation has none until the turn has ended well: a turn that is cut short takes its cache with it.
+        """
         shared = 0
         for old, new in zip(self._ids, request.ids[:-1], strict=False):  # the last token must be run for its logits
             if old != new:
@@ -62,13 +64,13 @@ class Chat:
             shared += 1
         model = self._engine.model
         wanted = min(len(request.ids) + request.max_new_tokens, model.config.max_positions)
-        cache = self._cache
+        cache, self._cache, self._ids = self._cache, None, []
         if cache is None or cache.capacity < wanted:
             # Twice what is needed now, so that a long talk moves its cache only now and then.
             capacity = min(2 * wanted, model.config.max_positions)
-            cache = KVCache(model.config, capacity, model.dtype, model.device)
-            if self._cache is not None:
-                cache.copy_from(self._cache, shared)
-            self._cache = cache
+            roomy = KVCache(model.config, capacity, model.dtype, model.device)
+            if cache is not None:
+                roomy.copy_from(cache, shared)
+            cache = roomy
         cache.truncate(shared)
-        return cache, shared
+        return cache

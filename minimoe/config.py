@@ -143,6 +143,9 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
         kind = source.get("rope_type", source.get("type", "default")) if isinstance(source, Mapping) else source
         if kind != "default":
             raise InputError(f"config.json asks for RoPE of type {kind!r}; only the default type is supported.")
+    factor = parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if factor not in (None, 1):
+        raise InputError(f"config.json asks for a partial_rotary_factor of {factor!r}; only whole heads are rotated.")
     return _positive(raw if parameters.get("rope_theta") is None else parameters, "rope_theta", ROPE_THETA)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,13 +81,15 @@ class Engine:
         """Continue one prompt, or many in one batch.
 
         Args:
-            prompt: a text, a list of token ids, or a list of either.
+            prompt: a text, a list of token ids, or a list of either; an empty list is a batch of nothing.
             max_new_tokens: the most tokens to write.
             stop: texts that end the continuation and are not part of it.
             routing: keep the routing of every token in the result.
             probe: sees every pass.
             sampling: fields of Sampling (temperature, top_k, top_p, min_p, repetition_penalty, seed). In a
-                batch, prompt i draws with seed + i, so that each draws as it would alone with that seed.
+                batch, prompt i draws its tokens with seed + i, as it would alone with that seed. (A rule that
+                draws is seeded once for the whole batch, and in half precision another batch may round another
+                way.)
 
         Returns:
             A Generation, or a list of them in the order of the prompts.
@@ -95,14 +98,10 @@ class Engine:
             InputError: a value out of range, or a prompt longer than the model's context (names both).
             NumericalError: logits that are not finite.
         """
-        many = not isinstance(prompt, str) and any(not isinstance(item, int) for item in prompt)
-        prompts: Sequence[Prompt] = prompt if many else [prompt]  # type: ignore[assignment, list-item]
+        many, prompts = _as_batch(prompt)
         options = {"max_new_tokens": max_new_tokens, "stop": stop, "routing": routing, **sampling}
         requests = [self.request(item, **options) for item in prompts]
-        requests = [
-            replace(request, sampling=replace(request.sampling, seed=request.sampling.seed + i))
-            for i, request in enumerate(requests)
-        ]
+        requests = [replace(request, sampling=request.sampling.reseeded(i)) for i, request in enumerate(requests)]
         with torch.inference_mode():
             results = {index: result for index, _, result in self.batcher(probe).run(requests) if result}
         in_order = [results[index] for index in range(len(requests))]
@@ -133,12 +132,12 @@ class Engine:
         """
         return Chat(self, options)
 
-    def score(self, context: Prompt, continuation: Prompt, *, probe: Probe | None = None) -> Score:
+    def score(self, context: Prompt, continuation: Prompt, *, seed: int = 0, probe: Probe | None = None) -> Score:
         """How likely `continuation` is after `context`.
 
-        Texts are tokenised together and cut where the context ends; spaces at the end of the context belong to
-        the continuation's first token, and so does a token that spans the join. An empty context stands for
-        the start of a document.
+        Texts are tokenised together and cut where the context ends; white space at the end of the context belongs
+        to the continuation's first token, and so does a token that spans the join. An empty context stands for
+        the start of a document. `seed` is that of rules that draw.
 
         Raises:
             InputError: nothing to score, mixed text and ids, or too long for the model's context (names both).
@@ -148,13 +147,12 @@ class Engine:
         if isinstance(context, str) and isinstance(continuation, str):
             context_ids, ids = cut(self.tokenizer, context, continuation)
         else:
-            context_ids, ids = list(context), list(continuation)  # type: ignore[arg-type]
-            self._check_ids([*context_ids, *ids])
-        if not ids:
+            context_ids, ids = self._token_ids(context), self._token_ids(continuation)
+        if not continuation or not ids:
             raise InputError("there is no continuation to score.")
         context_ids = context_ids or [self._first_token()]
         self._check_length(len(context_ids) + len(ids))
-        return score(self.model, self.router, context_ids, ids, probe)
+        return score(self.model, self.router, context_ids, ids, probe, seed)
 
     def profile(self, prompt: Prompt, *, max_new_tokens: int = 64, **sampling: Any) -> Profile:
         """Generate twice, once unprobed and once measured, and say where time, FLOPs and bytes go.
@@ -179,8 +177,7 @@ class Engine:
         Raises:
             InputError: ids outside the vocabulary, or longer than the context.
         """
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self._check_ids(ids)
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._token_ids(prompt)
         ids = ids or [self._first_token()]
         self._check_length(len(ids))
         return ids
@@ -197,9 +194,9 @@ class Engine:
         """A checked Request; arguments and errors are those of `generate`."""
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
             raise InputError(f"max_new_tokens must be a whole number of at least 0, not {max_new_tokens!r}.")
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        if "" in stops:
-            raise InputError("a stop text must not be empty.")
+        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        if not all(isinstance(text, str) and text for text in stops):
+            raise InputError("a stop text must be a text that is not empty.")
         unknown = [key for key in sampling if key not in Sampling.__dataclass_fields__]
         if unknown:
             known = ", ".join(Sampling.__dataclass_fields__)
@@ -217,11 +214,22 @@ class Engine:
                 return token
         raise InputError("the prompt is empty, and the model has no BOS or EOS token to start from; give some text.")
 
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        for i in ids:
-            if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.config.vocab_size:
+    def _token_ids(self, prompt: object) -> list[int]:
+        """Token ids as plain numbers; numpy's and torch's integers are as good.
+
+        Raises:
+            InputError: something else than a list of token ids, or ids outside the vocabulary.
+        """
+        if not isinstance(prompt, Iterable) or isinstance(prompt, (bytes, bytearray)):
+            raise InputError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}.")
+        ids = []
+        for item in prompt:
+            token = _as_index(item)
+            if token is None or not 0 <= token < self.config.vocab_size:
                 last = self.config.vocab_size - 1
-                raise InputError(f"{i!r} is not a token id of this model; they run from 0 to {last}.")
+                raise InputError(f"{item!r} is not a token id of this model; they run from 0 to {last}.")
+            ids.append(token)
+        return ids
 
     def _check_length(self, length: int) -> None:
         if length > self.config.max_positions:
@@ -257,12 +265,12 @@ def load(
     """
     rule = parse_router(router)
     experts = find_backend(backend)
-    place = _device(device)
-    if dtype is not None and dtype not in DTYPES:
+    place = _device(str(device))
+    if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):
         raise InputError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
     if threads is not None:
-        if threads < 1:
-            raise InputError(f"threads must be at least 1, not {threads}.")
+        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+            raise InputError(f"threads must be a whole number of at least 1, not {threads!r}.")
         torch.set_num_threads(threads)
     folder = resolve(str(model), revision=revision)
     checkpoint = read_checkpoint(folder)
@@ -289,6 +297,23 @@ def _place(tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.devi
     return {name: moved[id(tensor)] for name, tensor in tensors.items()}
 
 
+def _as_batch(prompt: Any) -> tuple[bool, list[Any]]:
+    """Whether what `generate` was given is a batch, and its prompts."""
+    if isinstance(prompt, (str, bytes, bytearray)) or not isinstance(prompt, Iterable):
+        return False, [prompt]
+    items = list(prompt)
+    single = bool(items) and all(_as_index(item) is not None for item in items)
+    return not single, [items] if single else items
+
+
+def _as_index(value: object) -> int | None:
+    """A whole number of whatever type as an int, or None."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+
+
 def _device(name: str) -> torch.device:
     match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
     if match is None:
@@ -300,7 +325,7 @@ def _device(name: str) -> torch.device:
 
 
 def _notes(dtype: torch.dtype, device: torch.device) -> list[str]:
-    if device.type == "cpu" and dtype != torch.float32 and not has_native_half(dtype):
+    if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) and not has_native_half(dtype):
         name = str(dtype).removeprefix("torch.")
         return [f"This CPU has no instructions for {name}, so it is emulated and slow; --dtype float32 is faster."]
     return []

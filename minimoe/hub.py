@@ -71,6 +71,8 @@ def _looks_like_path(model: str) -> bool:
 def _from_hub(model: str, revision: str | None, cache_dir: Path | None, offline: bool) -> Path:
     from huggingface_hub import HfApi, snapshot_download
 
+    from minimoe.weight_files import weight_files  # imports torch, which help must do without
+
     options: dict[str, Any] = {
         "revision": revision,
         "cache_dir": cache_dir,
@@ -91,10 +93,15 @@ def _from_hub(model: str, revision: str | None, cache_dir: Path | None, offline:
         else:
             raise InputError(f"{model} on the hub has no safetensors files, and minimoe reads no others.")
     try:
-        return Path(snapshot_download(model, local_files_only=True, **options))
+        folder = Path(snapshot_download(model, local_files_only=True, **options))
+        weight_files(folder)  # the library is content with whatever part of a model it finds
+        complete = (folder / "config.json").exists() and (folder / "tokenizer.json").exists()
     except Exception:
+        complete = False
+    if not complete:
         # Without the failure as its cause: a traceback would print it, and it may quote the token.
         raise InputError(_advice(model, revision, failure)) from None
+    return folder
 
 
 def _advice(model: str, revision: str | None, failure: Exception | None) -> str:

@@ -21,9 +21,9 @@ def linear(x_TA: Tensor, weight_BA: Tensor) -> Tensor:
     is faster; the result is the same up to the order of the sum.
     """
     if (
-        x_TA.device.type == "cpu"
+        x_TA.shape[0] >= WIDEN_FROM_ROWS
         and x_TA.dtype in (torch.bfloat16, torch.float16)
-        and x_TA.shape[0] >= WIDEN_FROM_ROWS
+        and x_TA.device.type == "cpu"
         and not has_native_half(x_TA.dtype)
     ):
         blocks = weight_BA.split(max(1, WIDEN_ELEMENTS // weight_BA.shape[1]))

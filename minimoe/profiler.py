@@ -28,10 +28,14 @@ OPERATIONS = ("embed", "attention", "gate", "rule", "experts", "norm", "head")
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Latency of one operation in one phase and layer, in seconds; layer is None outside the layers."""
+    """Latency of one operation in one phase and layer, in seconds.
+
+    `layer` is -1 (ALL_LAYERS) where all spans of an operation are taken together, and these rows' shares add up to
+    1; rows of single layers break them down and must not be added to them.
+    """
 
     phase: Phase
-    layer: int | None
+    layer: int
     operation: str
     count: int
     median: float
@@ -166,7 +170,7 @@ class Profiler(Probe):
         spans = {key[1:]: values for key, values in self._seconds.items() if key[0] == phase}
         everything = sum(sum(values) for values in spans.values())
 
-        def timing(layer: int | None, operation: str, values: Sequence[float]) -> Timing:
+        def timing(layer: int, operation: str, values: Sequence[float]) -> Timing:
             low, median, high = quartiles(values)
             total = sum(values)
             return Timing(phase, layer, operation, len(values), median, low, high, total, total / everything)

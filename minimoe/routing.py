@@ -135,6 +135,10 @@ class Routing:
         Raises:
             ValueError: says which promise is broken.
         """
+        if not all(isinstance(part, Tensor) for part in (self.experts_TK, self.weights_TK, self.k_T)):
+            raise ValueError("a Routing holds three tensors: experts, weights and k")
+        if self.experts_TK.dim() != 2:
+            raise ValueError(f"experts are [tokens, slots], not {list(self.experts_TK.shape)}")
         T, K = self.experts_TK.shape
         if self.weights_TK.shape != (T, K) or self.k_T.shape != (T,):
             raise ValueError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -52,6 +52,10 @@ class Sampling:
             raise InputError(f"the repetition penalty must be a number above 0, not {self.repetition_penalty!r}.")
         if not (_is_number(self.seed, whole=True) and -(2**63) <= self.seed < 2**63):
             raise InputError(f"the seed must be a whole number that fits in 64 bits, not {self.seed!r}.")
+
+    def reseeded(self, by: int) -> Sampling:
+        """The same with the seed moved on; the largest seed is followed by the smallest."""
+        return replace(self, seed=(self.seed + by + 2**63) % 2**64 - 2**63)
 
 
 def _is_number(value: object, *, whole: bool = False) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from minimoe.errors import NumericalError
 from minimoe.model import Batch, Olmoe
 from minimoe.probe import Probe
 from minimoe.routers import Router
@@ -36,7 +37,7 @@ class Score:
 def cut(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
     """Token ids of a context and its continuation, which are tokenised together.
 
-    Spaces at the end of the context belong to the continuation, as byte-level tokens have their space in front;
+    White space at the end of the context belongs to the continuation, as byte-level tokens have their space in front;
     a token that spans the join belongs to it too, so that the two parts always make up the whole text.
     """
     stripped = context.rstrip()
@@ -50,12 +51,22 @@ def cut(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int
     return whole[:shared], whole[shared:]
 
 
-def score(model: Olmoe, router: Router, context: Sequence[int], ids: Sequence[int], probe: Probe | None) -> Score:
-    """The log-probability of `ids` after `context`, both at least one token and together within the model's context."""
+def score(
+    model: Olmoe, router: Router, context: Sequence[int], ids: Sequence[int], probe: Probe | None, seed: int
+) -> Score:
+    """The log-probability of `ids` after `context`, both at least one token and together within the model's context.
+
+    Raises:
+        NumericalError: logits that are not finite; names the token.
+    """
+    draws = torch.Generator().manual_seed(seed)
     fed = [*context, *ids][:-1]
     with torch.inference_mode():
-        hidden_TD = model.forward(Batch(torch.tensor(fed, device=model.device), [len(fed)]), router, probe)
+        hidden_TD = model.forward(Batch(torch.tensor(fed, device=model.device), [len(fed)]), router, probe, draws)
         logits_NV = model.head(hidden_TD[-len(ids) :], probe).double()
+    broken = (~torch.isfinite(logits_NV).all(dim=1)).nonzero()
+    if len(broken):
+        raise NumericalError(f"the logits of token {int(broken[0])} to score are not finite; the weights are broken.")
     chosen_N1 = torch.tensor(ids, device=model.device)[:, None]
     logprobs_N = logits_NV.log_softmax(-1).gather(1, chosen_N1)[:, 0].tolist()
     return Score(

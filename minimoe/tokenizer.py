@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, NoReturn
 import tokenizers
 
 from minimoe.errors import InputError
+from minimoe.weight_files import read_json, why_unreadable
 
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (yet) a whole character
 # Characters of Unicode's last private use plane: each stands for a special token's name while a template is rendered.
@@ -49,7 +49,7 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise InputError(f"{path} ({path.stat().st_size} bytes) is not a tokenizer: {error}.") from None
+            raise InputError(why_unreadable(path, "a tokenizer", str(error))) from None
         settings = _read_settings(folder / "tokenizer_config.json")
         return cls(backend, settings, _read_template(folder / "chat_template.jinja", settings))
 
@@ -171,12 +171,9 @@ def _read_settings(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
     try:
-        settings = json.loads(path.read_text("utf-8"))
-    except (ValueError, OSError) as error:
-        raise InputError(f"{path} is not readable JSON: {error}.") from None
-    if not isinstance(settings, dict):
-        raise InputError(f"{path} must hold a JSON object.")
-    return settings
+        return read_json(path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}).") from None
 
 
 def _read_template(path: Path, settings: Mapping[str, Any]) -> str | None:

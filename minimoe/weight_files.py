@@ -91,6 +91,18 @@ def map_tensors(path: Path, indexed: set[str] | None) -> dict[str, Tensor]:
         raise InputError(_why_broken(path, str(error))) from error
 
 
+def why_unreadable(path: Path, what: str, complaint: str) -> str:
+    """What is wrong with a file that a library refuses: path, size and likely cause."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(len(GIT_LFS))
+    if size == 0:
+        return f"{path} is empty (0 bytes); download it again."
+    if start == GIT_LFS:
+        return _pointer(path, size)
+    return f"{path} ({size:,} bytes) is not {what} ({complaint}); download it again."
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
@@ -133,6 +145,8 @@ def _check_index(path: Path, stored: Sequence[str], indexed: Sequence[str]) -> N
 
 
 def _why_no_weights(folder: Path) -> str:
+    if (folder / SINGLE_FILE).is_symlink():
+        return f"{folder / SINGLE_FILE} is a link to a file that is not there; copy or download the file itself."
     others = sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_FORMATS)
     if not others:
         return f"{folder} has no {SINGLE_FILE}, so there are no weights to run; download the model again."

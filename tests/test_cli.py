@@ -333,7 +333,9 @@ BAD_INPUTS = [
     ("generate --model {model} --temperature inf", "temperature"),
     ("generate --model {model} --temperature 1e400", "temperature"),
     ("generate --model {model} --temperature -1", "temperature"),
-    ("generate --model {model} --temperature hot", "--temperature"),
+    ("generate --model {model} --temperature hot", "must be a number"),
+    ("generate --model {model} -n many", "must be a whole number"),
+    ("bench --model {model} --routers ,", "at least one rule"),
     ("generate --model {model} --top-k -1", "top-k"),
     ("generate --model {model} --top-p 1.1", "top-p"),
     ("generate --model {model} --top-p nan", "top-p"),
@@ -346,7 +348,7 @@ BAD_INPUTS = [
     ("generate --model {model} -n -1", "--max-new-tokens"),
     ("generate --model {model} -n 1e400", "--max-new-tokens"),
     ("generate --model {model} -n nan", "--max-new-tokens"),
-    ("generate --model {model} --threads 0", "--threads"),
+    ("generate --model {model} --threads 0", "must be at least 1"),
     ("generate --model {model} --threads 999999999999", "--threads"),
     ("generate --model {model} --device gpu", "gpu"),
     ("generate --model {model} --device cuda:4096", "cuda:4096"),
@@ -812,3 +814,82 @@ def test_whole_numbers() -> None:
 )
 def test_count_for_people(number: int, text: str) -> None:
     assert count(number) == text
+
+
+RULES = """
+from minimoe.routers import PrefixRouter, Router
+from minimoe.routing import Routing
+
+print("imported")
+
+class Talks(PrefixRouter):
+    def count(self, sorted_probs_TE, context):
+        print("routing")
+        return sorted_probs_TE.argmax(1) + 1
+
+class Lists(Router):
+    def route(self, logits_TE, context):
+        return Routing([[0]], None, None, logits_TE.shape[1])
+
+class Quits(PrefixRouter):
+    def __init__(self):
+        raise SystemExit(3)
+
+    def count(self, sorted_probs_TE, context):
+        return sorted_probs_TE.argmax(1) + 1
+
+class Odd(PrefixRouter):
+    def __init__(self, far=float("inf"), kind=print):
+        super().__init__()
+
+    def count(self, sorted_probs_TE, context):
+        return sorted_probs_TE.argmax(1) + 1
+"""
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> Path:
+    path = tmp_path / "rules.py"
+    path.write_text(RULES)
+    return path
+
+
+def test_what_a_rule_prints_does_not_reach_stdout(cli: Cli, folder: Path, rules: Path) -> None:
+    run = cli("generate", "Once", "-m", folder, "-r", f"{rules}:Talks", "-n", "2", "--json")
+    assert run.code == 0
+    assert len(json.loads(run.out)["tokens"]) == 2
+    assert "routing" in run.err
+
+
+@pytest.mark.parametrize(("name", "says"), [("Lists", "three tensors"), ("Quits", "SystemExit")])
+def test_a_rule_that_misbehaves_is_told_in_a_sentence(
+    cli: Cli, folder: Path, rules: Path, name: str, says: str
+) -> None:
+    run = cli("generate", "Once", "-m", folder, "-r", f"{rules}:{name}", "-n", "2")
+    assert run.code == 2
+    assert says in run.err
+    assert "Traceback" not in run.err
+
+
+def test_defaults_that_json_cannot_hold_are_shown_as_text(cli: Cli, rules: Path) -> None:
+    run = cli("routers", f"{rules}:Odd", "--json")
+    defaults = {key["name"]: key["default"] for key in json.loads(run.out)["keys"]}
+    assert defaults["far"] == "inf"
+    assert "print" in defaults["kind"]
+
+
+def test_no_words_show_the_help(cli: Cli) -> None:
+    run = cli()
+    assert run.code == 2
+    assert run.out == ""
+    assert "generate" in run.err
+    assert run.err.count("\n") > 10
+
+
+def test_a_chat_that_breaks_off_keeps_its_turns(cli: Cli, chatty: Path) -> None:
+    run = cli("chat", "-m", chatty, "-n", "3", "--json", stdin=b"Hello\n\xff\xfe\n")
+    assert run.code == 2
+    assert [turn["user"] for turn in json.loads(run.out)["turns"]] == ["Hello"]
+    run = cli("chat", "-m", chatty, "-n", "3", stdin=b"x" * (2**20 + 1))
+    assert run.code == 2
+    assert "too long" in run.err

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fixtures import EOS, edit_json, write_checkpoint
@@ -19,6 +20,8 @@ from minimoe.errors import InputError, NumericalError
 from minimoe.generation import Batcher
 from minimoe.model import Batch
 from minimoe.probe import Probe
+from minimoe.routers import Router, RouterContext
+from minimoe.routing import Routing
 
 PROMPTS = ["Once upon a time", "", "   ", "What is the answer?", "é🙂한", "The fox and the owl were friends, and"]
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -195,6 +198,11 @@ def test_text_held_for_a_stop_that_never_comes_is_given_at_the_end(engine: Engin
     assert stream.result.finish_reason == "length"
 
 
+def test_seeds_go_round_at_the_end(engine: Engine) -> None:
+    largest = engine.generate(["Once", "Once"], max_new_tokens=3, seed=2**63 - 1)
+    assert largest[1].tokens == engine.generate("Once", max_new_tokens=3, seed=-(2**63)).tokens
+
+
 def test_the_context_is_the_limit(engine: Engine) -> None:
     limit = engine.config.max_positions
     with pytest.raises(InputError, match=rf"{limit + 1} tokens.* {limit}"):
@@ -215,7 +223,8 @@ def test_few_new_tokens(engine: Engine, count: int) -> None:
 
 def test_an_empty_prompt_starts_a_document(engine: Engine) -> None:
     assert engine.generate("", max_new_tokens=2).prompt_tokens == [EOS]
-    assert engine.generate([], max_new_tokens=2).prompt_tokens == [EOS]
+    assert engine.generate([[]], max_new_tokens=2)[0].prompt_tokens == [EOS]
+    assert engine.generate([]) == []
     assert engine.generate(["", "Once"], max_new_tokens=2)[0].prompt_tokens == [EOS]
 
 
@@ -248,6 +257,11 @@ def test_an_empty_prompt_needs_something_to_start_with(tmp_path: Path) -> None:
         ({"prompt": [10**6]}, "1000000 is not a token id"),
         ({"prompt": [-1]}, "-1 is not a token id"),
         ({"prompt": [[3, "a"]]}, "'a' is not a token id"),
+        ({"prompt": [True]}, "not bool"),
+        ({"prompt": b"Once"}, "not bytes"),
+        ({"prompt": None}, "not NoneType"),
+        ({"prompt": [None]}, "not NoneType"),
+        ({"stop": [1]}, "stop"),
     ],
 )
 def test_bad_arguments_are_named(engine: Engine, arguments: dict[str, Any], says: str) -> None:
@@ -304,6 +318,51 @@ def test_a_trailing_space_goes_to_the_continuation(engine: Engine) -> None:
     assert engine.score("The sky is ", "blue").tokens == engine.score("The sky is", " blue").tokens
 
 
+def test_numbers_of_any_library_are_token_ids(engine: Engine) -> None:
+    expected = engine.generate([5, 6], max_new_tokens=3, temperature=0).tokens
+    for prompt in (np.array([5, 6]), torch.tensor([5, 6]), (np.int64(5), 6)):
+        assert engine.generate(prompt, max_new_tokens=3, temperature=0).tokens == expected
+    batch = engine.generate(iter([[5, 6], "Once"]), max_new_tokens=3, temperature=0)
+    assert [len(batch), batch[0].tokens] == [2, expected]
+
+
+class Drawing(Router):
+    """Draws which expert every token uses."""
+
+    def route(self, logits_TE: torch.Tensor, context: RouterContext) -> Routing:
+        T, E = logits_TE.shape
+        experts = torch.randint(E, (T, 1), generator=context.generator)
+        return Routing(experts, torch.ones(T, 1), torch.ones(T, dtype=torch.int64), E)
+
+
+def test_a_rule_that_draws_is_repeatable(checkpoint: Callable[..., Path]) -> None:
+    engine = minimoe.load(checkpoint("base"), router=Drawing())
+    assert engine.score("The sky", " is blue") == engine.score("The sky", " is blue")
+    assert engine.score("The sky", " is blue", seed=1) != engine.score("The sky", " is blue")
+    assert engine.generate("The sky", seed=2).tokens == engine.generate("The sky", seed=2).tokens
+
+
+def test_scores_that_are_not_finite_name_the_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = engine.model.head
+
+    def broken(hidden: torch.Tensor, probe: Probe | None = None) -> torch.Tensor:
+        logits = head(hidden, probe)
+        logits[1, 7] = math.nan
+        return logits
+
+    monkeypatch.setattr(engine.model, "head", broken)
+    with pytest.raises(NumericalError, match="token 1"):
+        engine.score("Once", " upon a time")
+
+
+def test_two_turns_at_once_do_not_mix(chatty: Engine) -> None:
+    chat, other = (chatty.chat(max_new_tokens=6, temperature=0) for _ in range(2))
+    unfinished = chat.say("Hello")
+    next(unfinished)
+    assert "".join(chat.say("Good")) == "".join(other.say("Good"))
+    list(unfinished)
+
+
 def test_greedy_continuations_are_known_as_such(engine: Engine) -> None:
     result = engine.generate("Once", max_new_tokens=5, temperature=0)
     prompt = engine.encode_prompt("Once")
@@ -347,9 +406,8 @@ def test_a_turn_only_runs_its_new_tokens(chatty: Engine) -> None:
     chat = chatty.chat(max_new_tokens=4, temperature=0)
     "".join(chat.say("Hello there, how are you today?"))
     messages = [*chat.messages, {"role": "user", "content": "And you?"}]
-    cache, shared = chat._room(chatty.request(chatty.tokenizer.chat(messages)))
-    assert shared > 10
-    assert cache.length == shared
+    cache = chat._take_cache(chatty.request(chatty.tokenizer.chat(messages)))
+    assert cache.length > 10
 
 
 def test_a_turn_cut_short_leaves_no_trace(chatty: Engine) -> None:

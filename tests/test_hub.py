@@ -34,7 +34,9 @@ WANTED = {
     "tokenizer.json": b"{'t'}",
     "tokenizer_config.json": b"{}",
     "chat_template.jinja": b"hi",
-    "model.safetensors.index.json": b"{}",
+    "model.safetensors.index.json": (
+        b'{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}'
+    ),
     "model-00001-of-00002.safetensors": b"first" * 1000,
     "model-00002-of-00002.safetensors": b"second" * 1000,
 }

@@ -141,3 +141,39 @@ def test_what_does_not_fit_the_model_is_refused_with_both_numbers(
 def test_impossible_arguments_are_refused(rule: Callable[..., PrefixRouter], options: Any, sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         rule(**options)
+
+
+class Returns(PrefixRouter):
+    """Counts whatever it is told to."""
+
+    answer: object = None
+
+    def count(self, sorted_probs_TE: torch.Tensor, context: RouterContext) -> torch.Tensor:
+        return self.answer  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (torch.tensor([3]), r"int64 \[1\]"),
+        (torch.ones(2), r"float32 \[2\]"),
+        (torch.ones(2, 1, dtype=torch.int64), r"int64 \[2, 1\]"),
+        (torch.tensor([True, False]), r"bool \[2\]"),
+        (3, "int"),
+        (None, "NoneType"),
+    ],
+)
+def test_a_count_is_one_whole_number_for_each_token(answer: object, told: str) -> None:
+    """One that broadcasts would route wrong and say nothing."""
+    rule = Returns()
+    object.__setattr__(rule, "answer", answer)
+    with pytest.raises(InputError, match=rf"Returns\.count must return .* int64 \[2\], not .*{told}"):
+        rule.route(torch.randn(2, 64), context(2))
+
+
+def test_a_count_may_be_int32() -> None:
+    rule = Returns()
+    object.__setattr__(rule, "answer", torch.tensor([2, 5], dtype=torch.int32))
+    routing = rule.route(torch.randn(2, 64), context(2))
+    routing.check()
+    assert routing.k_T.tolist() == [2, 5]

@@ -150,7 +150,7 @@ REFUSED = {
     "./absent.py:Rule": r"there is no file absent\.py",
     "folder.py:Rule": r"there is no file folder\.py",
     "absent_package.rules:Rule": "absent_package.rules could not be imported: ModuleNotFoundError",
-    "./no_suffix:Rule": "no_suffix could not be imported",
+    "./no_suffix:Rule": r"write \./no_suffix\.py:Class",
     "rules.py": r"say which class of rules\.py is the router, as in rules\.py:MyRule",
     "rules.py:": r"say which class of rules\.py is the router",
     "rules.py:Absent": r"rules\.py has no class 'Absent'; it has Picky, NoRoute, NoCount, NotARule, Broken",

@@ -191,16 +191,24 @@ def test_a_missing_tokenizer_is_said_plainly(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b'{"version": "1.0"}', b"version https://git-lfs\n", b"\xff\x00"]
-)
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"version": "1.0"}', b"version https://git-lfs\n", b"\xff\x00"])
 def test_a_broken_tokenizer_names_file_and_size(folder: Path, content: bytes) -> None:
     (folder / "tokenizer.json").write_bytes(content)
     with pytest.raises(InputError, match=rf"tokenizer.json \({len(content)} bytes\) is not a tokenizer"):
         Tokenizer.from_folder(folder)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b"3"])
+def test_an_empty_tokenizer_or_a_pointer_to_one_says_so(folder: Path) -> None:
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        (folder / name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+        with pytest.raises(InputError, match=f"{name} is a Git LFS pointer"):
+            Tokenizer.from_folder(folder)
+    (folder / "tokenizer.json").write_bytes(b"")
+    with pytest.raises(InputError, match=r"tokenizer.json is empty \(0 bytes\)"):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b"3", b"[" * 200_000])
 def test_broken_settings_name_the_file(folder: Path, content: bytes) -> None:
     (folder / "tokenizer_config.json").write_bytes(content)
     with pytest.raises(InputError, match=r"tokenizer_config\.json"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -19,6 +20,14 @@ from minimoe.cli.terminal import tell, write
 from minimoe.errors import InputError, NumericalError
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+# What pydantic, which checks values under typer, says; and what a person would.
+PLAIN = {
+    "Value error, ": "",
+    "Input should be a valid integer.*": "it must be a whole number",
+    "Input should be a valid number.*": "it must be a number",
+    "Input should be greater than or equal to ": "it must be at least ",
+    "Input should be less than or equal to ": "it must be at most ",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except typer.TyperException as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help
+            tell(error.format_message(), style="")
+            return BAD_INPUT
         return _fail(_usage(error), BAD_INPUT)
     except InputError as error:
         return _fail(str(error), BAD_INPUT)
@@ -101,9 +113,9 @@ def _program(
 def _usage(error: typer.TyperException) -> str:
     """A usage error as one sentence, with the way to help."""
     context = getattr(error, "ctx", None)
-    message = error.format_message().strip().replace("Value error, ", "")  # pydantic's words, under typer
-    if not message:  # no verb at all; the help has been shown
-        message = "name a verb."
+    message = error.format_message().strip()
+    for theirs, ours in PLAIN.items():
+        message = re.sub(theirs, ours, message)
     hint = f" Try '{context.command_path} --help'." if context else ""
     return f"{message if message.endswith(('.', '?', '!')) else message + '.'}{hint}"
 

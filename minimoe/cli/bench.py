@@ -84,6 +84,8 @@ def bench(
     options.check_sampling(seed=seed)
     specs = split_specs(router or [options.DEFAULT_ROUTER])
     backends = [name.strip() for names in backend or [options.DEFAULT_BACKEND] for name in names.split(",")]
+    if not specs:
+        raise InputError("name at least one rule, as in --routers top_k,elbow.")
     batches = whole_numbers("--batch", batch, least=1)
     prompts = [n for n in whole_numbers("--prompt-tokens", prompt_tokens, least=0) if n]
     writes = [n for n in whole_numbers("--new-tokens", new_tokens, least=0) if n]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from minimoe.chat import Chat
 
 EXIT, RESET = "/exit", "/reset"
+LONGEST_LINE = 2**20  # bytes
 
 
 def chat(
@@ -57,23 +58,25 @@ def chat(
 
     turns: list[dict[str, Any]] = []
     conversation = 0
-    for line in _lines():
-        if line == RESET:
-            talk = engine.chat(**settings)
-            conversation += 1
-        else:
-            turns.append({"conversation": conversation, "user": line, **_turn(talk, line, streaming=not json)})
-    if json:
-        write_json(
-            {
-                **facts,
-                "router": router,
-                "seed": seed,
-                "sampling": settings,
-                "turns": turns,
-                "versions": options.versions(),
-            }
-        )
+    try:
+        for line in _lines():
+            if line == RESET:
+                talk = engine.chat(**settings)
+                conversation += 1
+            else:
+                turns.append({"conversation": conversation, "user": line, **_turn(talk, line, streaming=not json)})
+    finally:  # whatever ends the conversation, what was said is not lost
+        if json:
+            write_json(
+                {
+                    **facts,
+                    "router": router,
+                    "seed": seed,
+                    "sampling": settings,
+                    "turns": turns,
+                    "versions": options.versions(),
+                }
+            )
     if any("error" in turn for turn in turns):
         raise typer.Exit(2)
 
@@ -89,7 +92,9 @@ def _lines() -> Iterator[str]:
     while True:
         sys.stderr.write("> ")
         sys.stderr.flush()
-        data = sys.stdin.buffer.readline()
+        data = sys.stdin.buffer.readline(LONGEST_LINE + 1)
+        if len(data) > LONGEST_LINE:
+            raise InputError(f"a line of more than {LONGEST_LINE >> 10} KiB is too long for any model; shorten it.")
         try:
             line = data.decode("utf-8").strip()
         except UnicodeDecodeError as error:

@@ -19,7 +19,9 @@ def download(
     """
     from minimoe.checkpoint import read_checkpoint
     from minimoe.hub import resolve
+    from minimoe.tokenizer import Tokenizer
 
     folder = resolve(model, revision=revision)
     read_checkpoint(folder)  # maps the files and compares them with config.json; reads no weights
+    Tokenizer.from_folder(folder)
     write(f"{folder}\n")

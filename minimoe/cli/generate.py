@@ -11,7 +11,7 @@ import typer
 
 from minimoe.cli import options
 from minimoe.cli.terminal import on, tell, write, write_json
-from minimoe.errors import InputError
+from minimoe.errors import InputError, NumericalError
 
 if TYPE_CHECKING:
     from minimoe.benchmark import Meter
@@ -78,9 +78,16 @@ def generate(
         from rich.text import Text
 
         on(sys.stdout).print(Text(text, "dim"), end="", soft_wrap=True)
-    for piece in stream:
-        if not json:
-            write(piece)
+    written = False
+    try:
+        for piece in stream:
+            if not json:
+                write(piece)
+                written = True
+    except (NumericalError, KeyboardInterrupt):
+        if written:  # what comes next on the terminal must not be glued to the text
+            write("\n")
+        raise
     if not json:
         write("\n")
     result = stream.result

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import sys
 import traceback
 from typing import Any
 
@@ -25,7 +27,8 @@ def read_router(spec: str, *, every_pass: bool = True) -> Router:
     Raises:
         InputError: as parse_router does.
     """
-    rule = parse_router(spec)
+    with contextlib.redirect_stdout(sys.stderr):  # what a user's file prints when it is imported
+        rule = parse_router(spec)
     if type(rule).__module__.partition(".")[0] == "minimoe":
         return rule
     return OwnRule(rule, spec, every_pass=every_pass)
@@ -54,7 +57,8 @@ class OwnRule(Router):
             InputError: the rule raised something, or what it returned is no valid Routing for these tokens.
         """
         try:
-            routing = self.rule.route(logits_TE, context)
+            with contextlib.redirect_stdout(sys.stderr):  # stdout is for the text, or for the one JSON document
+                routing = self.rule.route(logits_TE, context)
         except InputError:
             raise
         except (Exception, SystemExit) as error:  # a script may well call sys.exit
@@ -68,15 +72,15 @@ class OwnRule(Router):
         return routing
 
     def _test(self, routing: Routing, logits_TE: Tensor) -> None:
-        if routing.experts_TK.dim() != 2 or (routing.num_tokens, routing.num_experts) != tuple(logits_TE.shape):
+        try:
+            routing.check()
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise InputError(f"router {self._spec} returned a broken Routing: {error}.") from error
+        if (routing.num_tokens, routing.num_experts) != tuple(logits_TE.shape):
             raise InputError(
                 f"router {self._spec} was given logits {list(logits_TE.shape)} and returned experts "
                 f"{list(routing.experts_TK.shape)} for a model of {routing.num_experts} experts."
             )
-        try:
-            routing.check()
-        except ValueError as error:
-            raise InputError(f"router {self._spec} returned a broken Routing: {error}.") from error
 
     def _line(self, error: BaseException) -> str:
         """The last line of the user's own file that ran."""

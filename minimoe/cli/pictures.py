@@ -54,7 +54,8 @@ def profile_tables(profile: Profile) -> list[Table]:
         )
     works.caption = (
         f"end to end {_milliseconds(profile.unprobed_seconds)} unmeasured, "
-        f"{_milliseconds(profile.probed_seconds)} while measured\n"
+        f"{_milliseconds(profile.probed_seconds)} while measured, "
+        f"of which the parts above are {_milliseconds(sum(phase.seconds for phase in profile.phases))}\n"
         "* what the paper's formula gives for the MoE blocks: two matrices of 4 D, where there are three of I"
     )
     return [times, works, _layer_table(profile)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import sys
 import types
@@ -55,7 +56,9 @@ def _description(rule: type[Any]) -> dict[str, Any]:
     """What a rule's docstring and signature say: summary, formula, source, and its keys."""
     from minimoe.routers.spec import parameters
 
-    text = inspect.cleandoc(rule.__doc__ or "")
+    # A dataclass without a docstring is given its signature for one.
+    written = rule.__doc__ if isinstance(rule.__doc__, str) and not rule.__doc__.startswith(f"{rule.__name__}(") else ""
+    text = inspect.cleandoc(written)
     prose = text.partition("\nAttributes:")[0]
     words = " ".join(prose.split())
     formula = re.search(r"Formula: (.*?)(?:\.? Source:|$)", words)
@@ -69,7 +72,7 @@ def _description(rule: type[Any]) -> dict[str, Any]:
             {
                 "name": key,
                 "type": _kind(parameter.annotation),
-                "default": None if parameter.default is inspect.Parameter.empty else parameter.default,
+                "default": _plain(parameter.default),
                 "help": helps.get(key, ""),
             }
             for key, parameter in parameters(rule).items()
@@ -77,11 +80,19 @@ def _description(rule: type[Any]) -> dict[str, Any]:
     }
 
 
+def _plain(default: Any) -> Any:
+    """A default as JSON can hold it."""
+    if default is inspect.Parameter.empty or default is None:
+        return None
+    plain = isinstance(default, (bool, int, str)) or (isinstance(default, float) and math.isfinite(default))
+    return default if plain else repr(default)
+
+
 def _attributes(rule: type[Any]) -> dict[str, str]:
     """The Attributes sections of a class and its bases, by attribute; the class itself has the last word."""
     found: dict[str, str] = {}
     for base in reversed(rule.__mro__):
-        section = inspect.cleandoc(vars(base).get("__doc__") or "").partition("Attributes:\n")[2]
+        section = inspect.cleandoc(str(vars(base).get("__doc__") or "")).partition("Attributes:\n")[2]
         for entry in re.split(r"\n(?=    \w)", section.partition("\n\n")[0]):
             key, colon, help_text = " ".join(entry.split()).partition(": ")
             if colon:

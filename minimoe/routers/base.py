@@ -107,7 +107,8 @@ class PrefixRouter(Router):
         """Rank, count, cut.
 
         Raises:
-            InputError: the cap is above the model's number of experts, or the floor above the cap.
+            InputError: the cap is above the model's number of experts, the floor above the cap, or `count` did not
+                return one whole number for each token.
         """
         num_experts = logits_TE.shape[-1]
         limit = self.limit(context)
@@ -116,7 +117,7 @@ class PrefixRouter(Router):
         if self.floor > limit:
             raise InputError(f"the router's floor {self.floor} is above its cap of {limit} experts a token.")
         sorted_probs_TE, experts_TE = rank(logits_TE)
-        k_T = self.count(sorted_probs_TE, context).clamp(self.floor, limit)
+        k_T = self._checked(self.count(sorted_probs_TE, context), logits_TE.shape[0]).clamp(self.floor, limit)
         routing = Routing.from_ranking(experts_TE[:, :limit], sorted_probs_TE[:, :limit], k_T, num_experts)
         wanted_T = self._mass(sorted_probs_TE, context)
         if wanted_T is None:
@@ -125,6 +126,15 @@ class PrefixRouter(Router):
         # A token without experts has no mass to share out; its factor must not be 0 / 0.
         factor_T = torch.where(kept_T > 0, wanted_T / kept_T, torch.ones_like(kept_T))
         return Routing(routing.experts_TK, routing.weights_TK * factor_T[:, None], routing.k_T, num_experts)
+
+    def _checked(self, k_T: Tensor, tokens: int) -> Tensor:
+        """What `count` returned, as int64; anything but one whole number a token would quietly route wrong."""
+        if isinstance(k_T, Tensor) and k_T.shape == (tokens,) and k_T.dtype in (torch.int64, torch.int32):
+            return k_T.to(torch.int64)
+        told = f"{k_T.dtype} {list(k_T.shape)}" if isinstance(k_T, Tensor) else type(k_T).__name__
+        raise InputError(
+            f"{type(self).__name__}.count must return one whole number for each token, int64 [{tokens}], not {told}."
+        )
 
     def _mass(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor | None:
         """What each token's kept weights are made to sum to, float32 [T], or None to leave them alone."""

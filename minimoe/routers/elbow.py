@@ -39,7 +39,8 @@ def deviation(sorted_probs_TE: Tensor, reading: Reading = "program") -> Tensor:
 class Elbow(PrefixRouter):
     """Every token keeps its experts up to the elbow of its sorted probabilities.
 
-    Formula: k = argmax_i D_i + 1 (see `deviation`), ties to the lowest rank, then clamped to 1..K.
+    Formula: k = 1 + argmax_i of (p_1 - p_i) / (p_1 - p_N) - i / (N - 1), ranks i from 0, ties to the lowest,
+    then clamped to 1..K.
     Source: "Elbow-based MoE Routing". The paper's printed algorithm and its published program differ:
     the program flips the curve first. Read literally, the printed one always gives k = 1.
 

@@ -36,9 +36,18 @@ def parse_router(spec: str | Router) -> Router:
     if key in ROUTERS:
         return _build(key, ROUTERS[key], rest)
     class_name, _, arguments = rest.partition(":")
-    if name.endswith(".py") or "." in name or "/" in name or class_name.isidentifier():
+    if "/" in name and not name.endswith(".py"):
+        raise InputError(f"{name!r} is not a file of Python code; write {name}.py:Class if that is its name.")
+    if name.endswith(".py") or "." in name or (class_name.isidentifier() and _is_module(name)):
         return _build(f"{name}:{class_name}", _user_class(name, class_name), arguments)
     raise InputError(f"unknown router {name!r}; choose one of {', '.join(ROUTERS)}, or name your own as path.py:Class.")
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def parameters(rule: Callable[..., Router]) -> dict[str, inspect.Parameter]:
@@ -76,11 +85,12 @@ def _build(name: str, rule: Callable[..., Router], text: str) -> Router:
         raise InputError(f"router {name} needs a value for {', '.join(missing)}, as in {name}:{missing[0]}=VALUE.")
     try:
         router = rule(**arguments)
+        is_rule = callable(getattr(router, "route", None))
     except InputError as error:
         raise InputError(f"router {name}: {error}") from None
-    except Exception as error:  # whatever the user's own code raises is the user's to read
+    except (Exception, SystemExit) as error:  # whatever the user's own code raises is the user's to read
         raise InputError(f"router {name} could not be built: {type(error).__name__}: {error}.") from error
-    if not callable(getattr(router, "route", None)):
+    if not is_rule:
         raise InputError(f"router {name} is not a rule: it has no route method.")
     return router
 
