@@ -305,3 +305,16 @@ def test_a_users_own_rule_runs_in_the_engine(built: bool, tmp_path: Path, checkp
     for routing in result.routing:
         routing.check()
         assert torch.equal(routing.experts_TK, torch.zeros(5, 1, dtype=torch.int64))
+
+
+def test_a_key_of_several_types_takes_the_first_that_fits(tmp_path: Path) -> None:
+    (tmp_path / "either.py").write_text(
+        "class Either:\n"
+        "    def __init__(self, x: int | float | None = None):\n"
+        "        self.x = x\n"
+        "    def route(self, logits_TE, context): ...\n"
+    )
+    values = [parse_router(f"{tmp_path}/either.py:Either:x={text}").x for text in ("3", "0.5", "none")]  # type: ignore[attr-defined]
+    assert [repr(value) for value in values] == ["3", "0.5", "None"]
+    with pytest.raises(InputError, match="x must be a number"):
+        parse_router(f"{tmp_path}/either.py:Either:x=many")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -101,7 +102,10 @@ def _convert(what: str, text: str, kind: Any) -> Any:
         options = [option for option in typing.get_args(kind) if option is not types.NoneType]
         if text.lower() == "none" and len(options) < len(typing.get_args(kind)):
             return None
-        kind = options[0]
+        for option in options[:-1]:
+            with contextlib.suppress(InputError):
+                return _convert(what, text, option)
+        kind = options[-1]
     if typing.get_origin(kind) is typing.Literal:
         choices = {str(choice): choice for choice in typing.get_args(kind)}
         if text not in choices:
