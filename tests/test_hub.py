@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import huggingface_hub.constants
 import huggingface_hub.file_download
 import pytest
+from huggingface_hub.utils import enable_progress_bars
 
 import minimoe.hub
 from minimoe.errors import InputError
@@ -322,6 +323,7 @@ def test_revision_of_a_local_folder(tmp_path: Path) -> None:
 
 
 def test_progress_shows_on_a_terminal(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    enable_progress_bars()  # another library may have turned them off in this process
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stderr", terminal)
