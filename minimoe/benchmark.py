@@ -13,7 +13,6 @@ Shape letters: B sequences side by side, N tokens of each.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from minimoe.errors import InputError
 from minimoe.generation import PREFILL_TOKENS
 from minimoe.model import Batch, Olmoe
 from minimoe.probe import Phase, Probe
-from minimoe.profiler import synchronise, timed
+from minimoe.profiler import quartiles, synchronise, timed
 from minimoe.routers import Router
 from minimoe.routing import Routing
 
@@ -118,11 +117,7 @@ class Result:
     @property
     def quartiles(self) -> tuple[float, float, float]:
         """First quartile, median and third quartile of tokens per second, linear between the values."""
-        speeds = self.tokens_per_second
-        if len(speeds) == 1:
-            return speeds[0], speeds[0], speeds[0]
-        low, median, high = statistics.quantiles(speeds, n=4, method="inclusive")
-        return low, median, high
+        return quartiles(self.tokens_per_second)
 
 
 @dataclass(slots=True)
