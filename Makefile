@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 RUN    := $(VENV)/.run
 DEV    := $(VENV)/.dev
-INPUTS := pyproject.toml .ci/constraints.txt
+INPUTS := pyproject.toml .ci/constraints.txt $(wildcard minimoe/native/*.cpp minimoe/native/*.h minimoe/native/*.inl)
 
 .PHONY: generate test lint clean
 

@@ -16,11 +16,12 @@ from minimoe.chat import Chat
 from minimoe.checkpoint import read_checkpoint
 from minimoe.config import ModelConfig
 from minimoe.errors import InputError
-from minimoe.experts import find_backend
+from minimoe.experts import default_backend, find_backend
 from minimoe.generation import Batcher, Generation, Request, Stream
 from minimoe.hub import resolve
 from minimoe.linear import has_native_half
 from minimoe.model import Olmoe
+from minimoe.native import NOT_BUILT, best_kernels, instruction_sets
 from minimoe.probe import Probe
 from minimoe.profiler import Profile, Profiler, timed
 from minimoe.routers import Router
@@ -41,6 +42,7 @@ class Engine:
     Attributes:
         name: what was asked for.
         model, tokenizer, router, config: its parts.
+        backend: the name of what runs its experts.
         eos_token_ids: tokens that end a text.
         weight_bytes: size of the weights in memory; tied tensors count once.
         notes: sentences worth a user's attention (what was chosen, what will be slow).
@@ -52,6 +54,7 @@ class Engine:
         model: Olmoe,
         tokenizer: Tokenizer,
         router: Router,
+        backend: str,
         eos_token_ids: Sequence[int],
         weight_bytes: int,
         notes: Sequence[str] = (),
@@ -60,6 +63,7 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.router = router
+        self.backend = backend
         self.eos_token_ids = tuple(eos_token_ids)
         self.weight_bytes = weight_bytes
         self.notes = tuple(notes)
@@ -242,7 +246,7 @@ def load(
     model: str | Path = DEFAULT_MODEL,
     *,
     router: str | Router = "top_k",
-    backend: str = "bucketed",
+    backend: str | None = None,
     dtype: str | None = None,
     device: str = "cpu",
     threads: int | None = None,
@@ -253,7 +257,8 @@ def load(
     Args:
         model: the embedded model's name ("tiny"), a checkpoint folder, or a hub id ("owner/name").
         router: a SPEC (see minimoe.routers.spec.parse_router) or a Router.
-        backend: how the experts are run: "bucketed" or "reference".
+        backend: how the experts are run: "native" (also "native:isa=avx2"), "bucketed" or "reference"; by default
+            native where its kernels run, else bucketed.
         dtype: "float32", "bfloat16" or "float16"; by default what the checkpoint is stored in, which is then
             mapped and not copied.
         device: "cpu", "cuda" or "cuda:N".
@@ -264,8 +269,8 @@ def load(
         InputError: anything that the caller can mend; one sentence.
     """
     rule = parse_router(router)
-    experts = find_backend(backend)
     place = _device(str(device))
+    chosen = find_backend(backend) if backend else None
     if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):
         raise InputError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
     if threads is not None:
@@ -277,14 +282,16 @@ def load(
     wanted = DTYPES[dtype] if dtype else checkpoint.dtype
     weights = _place(checkpoint.tensors, wanted, place)
     unique = {id(tensor): tensor.nbytes for tensor in weights.values()}
+    backend = backend or default_backend(wanted, place)
     return Engine(
         name=str(model),
-        model=Olmoe(checkpoint.config, weights, experts),
+        model=Olmoe(checkpoint.config, weights, chosen or find_backend(backend)),
         tokenizer=Tokenizer.from_folder(folder),
         router=rule,
+        backend=backend,
         eos_token_ids=checkpoint.eos_token_ids,
         weight_bytes=sum(unique.values()),
-        notes=_notes(wanted, place),
+        notes=_notes(wanted, place, backend),
     )
 
 
@@ -324,8 +331,14 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _notes(dtype: torch.dtype, device: torch.device) -> list[str]:
-    if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) and not has_native_half(dtype):
+def _notes(dtype: torch.dtype, device: torch.device, backend: str) -> list[str]:
+    if device.type != "cpu" or backend.startswith("native"):
+        return []
+    notes = []
+    if not instruction_sets():
+        notes.append(f"Running without the native kernels, which is slower: {NOT_BUILT}.")
+    by_kernels = backend == "bucketed" and dtype == torch.bfloat16 and best_kernels()
+    if dtype in (torch.bfloat16, torch.float16) and not has_native_half(dtype) and not by_kernels:
         name = str(dtype).removeprefix("torch.")
-        return [f"This CPU has no instructions for {name}, so it is emulated and slow; --dtype float32 is faster."]
-    return []
+        notes.append(f"This CPU has no instructions for {name}, so it is emulated and slow; --dtype float32 is faster.")
+    return notes

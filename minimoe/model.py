@@ -21,8 +21,7 @@ from torch import Tensor
 from minimoe.cache import KVCache
 from minimoe.config import ModelConfig
 from minimoe.errors import NumericalError
-from minimoe.experts import Experts, ExpertWeights
-from minimoe.linear import linear
+from minimoe.experts import Backend, ExpertWeights
 from minimoe.probe import Phase, Probe
 from minimoe.routers import Router, RouterContext
 
@@ -55,18 +54,19 @@ class Batch:
 
 
 class Olmoe:
-    """A model: a config, weights by checkpoint name, and the backend that runs its experts.
+    """A model: a config, weights by checkpoint name, and the backend that runs its experts and products.
 
     Args:
         config: see ModelConfig.
         weights: every tensor of the checkpoint, per-expert form, all in one dtype on one device.
-        experts: the backend class.
+        backend: see minimoe.experts.find_backend.
     """
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], experts: type[Experts]) -> None:
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], backend: Backend) -> None:
         self.config = config
+        self.linear = backend.linear
         self.embed_VD = weights["model.embed_tokens.weight"]
-        self.layers = [Layer(config, weights, layer, experts) for layer in range(config.num_layers)]
+        self.layers = [Layer(config, weights, layer, backend) for layer in range(config.num_layers)]
         self.norm_D = weights["model.norm.weight"]
         self.head_VD = weights["lm_head.weight"]
         self.dtype = self.embed_VD.dtype
@@ -123,13 +123,13 @@ class Olmoe:
         probe = probe or Probe()
         probe.headed(hidden_TD.shape[0])
         with probe.span("head"):
-            return linear(hidden_TD, self.head_VD)
+            return self.linear(hidden_TD, self.head_VD)
 
 
 class Layer:
     """One pre-norm block: attention, then the sparse mixture of experts."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], index: int, experts: type[Experts]) -> None:
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], index: int, backend: Backend) -> None:
         def weight(name: str) -> Tensor:
             return weights[f"model.layers.{index}.{name}.weight"]
 
@@ -147,7 +147,8 @@ class Layer:
         self.key_norm_Gd = weight("self_attn.k_norm")
         self.moe_norm_D = weight("post_attention_layernorm")
         self.gate_ED = weight("mlp.gate")
-        self.experts = experts(
+        self.linear = backend.linear
+        self.experts = backend(
             ExpertWeights(each_expert("gate_proj"), each_expert("up_proj"), each_expert("down_proj"))
         )
 
@@ -165,7 +166,7 @@ class Layer:
             x_TD = x_TD + self._attention(normed_TD, rotation, batch)
         with probe.span("gate", self.index):
             normed_TD = rms_norm(x_TD, self.moe_norm_D, self.config.rms_norm_eps)
-            logits_TE = linear(normed_TD, self.gate_ED)
+            logits_TE = self.linear(normed_TD, self.gate_ED)
             if not bool(torch.isfinite(logits_TE).all()):
                 raise NumericalError(
                     f"layer {self.index}: the router logits are not finite; the weights or the inputs are broken."
@@ -179,9 +180,9 @@ class Layer:
     def _attention(self, x_TD: Tensor, rotation: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
         config = self.config
         # q/k norm over the whole projection, then clip, then RoPE: OLMoE's order.
-        q_TD = rms_norm(linear(x_TD, self.query_DD), self.query_norm_D, config.rms_norm_eps)
-        k_TGd = rms_norm(linear(x_TD, self.key_GdD), self.key_norm_Gd, config.rms_norm_eps)
-        v_TGd = linear(x_TD, self.value_GdD)
+        q_TD = rms_norm(self.linear(x_TD, self.query_DD), self.query_norm_D, config.rms_norm_eps)
+        k_TGd = rms_norm(self.linear(x_TD, self.key_GdD), self.key_norm_Gd, config.rms_norm_eps)
+        v_TGd = self.linear(x_TD, self.value_GdD)
         if config.clip_qkv is not None:
             q_TD, k_TGd, v_TGd = (t.clamp(-config.clip_qkv, config.clip_qkv) for t in (q_TD, k_TGd, v_TGd))
         queries = rotate(q_TD.unflatten(-1, (config.num_heads, config.head_dim)), *rotation)
@@ -191,7 +192,7 @@ class Layer:
             mixed_THd = _attend_alike(queries, keys, values, batch.new[0])
         else:
             mixed_THd = self._attend_each(queries, keys, values, batch)
-        return linear(mixed_THd.flatten(-2), self.out_DD)
+        return self.linear(mixed_THd.flatten(-2), self.out_DD)
 
     def _attend_each(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, batch: Batch) -> Tensor:
         """One sequence at a time: each has its own length, and none sees another."""

@@ -21,6 +21,7 @@ ROWS = [
     {"weight_files"},
     {"routers", "experts", "cache"},
     {"linear"},
+    {"native"},
     {"routing", "probe", "config"},
     {"errors"},
 ]

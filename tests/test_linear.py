@@ -24,6 +24,7 @@ def operands(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]
 def test_the_product_is_right_in_every_dtype(
     rows: int, dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("minimoe.linear.best_kernels", lambda: None)
     monkeypatch.setattr("minimoe.linear.has_native_half", lambda dtype: native)
     monkeypatch.setattr("minimoe.linear.WIDEN_ELEMENTS", 3 * 33)  # blocks of three rows of the weight, and a rest
     x_TA, weight_BA = operands(rows, dtype)
@@ -43,6 +44,7 @@ def test_the_product_is_right_in_every_dtype(
 def test_only_many_rows_that_the_processor_would_emulate_are_widened(
     rows: int, dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("minimoe.linear.best_kernels", lambda: None)
     monkeypatch.setattr("minimoe.linear.has_native_half", lambda dtype: native)
     monkeypatch.setattr("minimoe.linear.WIDEN_ELEMENTS", 6 * 33)
     seen: list[tuple[torch.dtype, int]] = []

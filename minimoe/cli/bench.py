@@ -54,8 +54,7 @@ def bench(
             "--backend",
             "--backends",
             metavar="NAMES",
-            show_default=options.DEFAULT_BACKEND,
-            help="Backends to compare, with commas between them.",
+            help="Backends to compare, with commas between them. By default native where its kernels run.",
         ),
     ] = None,
     prompt_tokens: Annotated[
@@ -83,7 +82,8 @@ def bench(
     """
     options.check_sampling(seed=seed)
     specs = split_specs(router or [options.DEFAULT_ROUTER])
-    backends = [name.strip() for names in backend or [options.DEFAULT_BACKEND] for name in names.split(",")]
+    named = [name.strip() for names in backend or [] for name in names.split(",")]
+    backends: list[str | None] = [*dict.fromkeys(named)] or [None]
     if not specs:
         raise InputError("name at least one rule, as in --routers top_k,elbow.")
     batches = whole_numbers("--batch", batch, least=1)
@@ -97,13 +97,12 @@ def bench(
     works = [Work("pp", n, b) for b in batches for n in prompts] + [Work("tg", n, b) for b in batches for n in writes]
     # What a user's own rule returns is tested while it warms up, and not where that would be measured too.
     rules = {spec: read_router(spec, every_pass=False) for spec in specs}
-    engines = {
-        name: options.load_engine(model, options.DEFAULT_ROUTER, name, dtype, device, threads) for name in backends
-    }
-    for line in dict.fromkeys(note for engine in engines.values() for note in engine.notes):
+    loaded = [options.load_engine(model, options.DEFAULT_ROUTER, name, dtype, device, threads) for name in backends]
+    for line in dict.fromkeys(note for engine in loaded for note in engine.notes):
         tell(line)
+    engines = {engine.backend: engine for engine in loaded}
     arms = [Arm(spec, name, rule, engine.model) for name, engine in engines.items() for spec, rule in rules.items()]
-    engine = engines[backends[0]]
+    engine = loaded[0]
     with _progress(len(works) * len(arms) * (repetitions + 1)) as ran:
         results = measure(
             arms,
@@ -113,7 +112,7 @@ def bench(
             seed=seed,
             ran=ran,
         )
-    rows = [_row(options.describe(engine, result.arm.backend), result) for result in results]
+    rows = [_row(options.describe(engines[result.arm.backend]), result) for result in results]
     if json or output == "json":
         write_json({"rows": rows, "repetitions": repetitions, "seed": seed, "versions": options.versions()})
     elif output == "csv":

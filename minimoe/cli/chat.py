@@ -30,7 +30,7 @@ def chat(
     min_p: options.MinP = 0.0,
     repetition_penalty: options.RepetitionPenalty = 1.0,
     stop: options.Stop = None,
-    backend: options.Backend = options.DEFAULT_BACKEND,
+    backend: options.Backend = None,
     dtype: options.DType = None,
     device: options.Device = options.DEFAULT_DEVICE,
     threads: options.Threads = None,
@@ -50,7 +50,7 @@ def chat(
         seed=seed,
     )
     engine = options.load_engine(model, router, backend, dtype, device, threads)
-    facts = options.describe(engine, backend)
+    facts = options.describe(engine)
     settings = {**sampling, "max_new_tokens": max_new_tokens, "stop": stop or []}
     talk = engine.chat(**settings)
     for line in (options.headline(facts, router), *engine.notes):

@@ -43,7 +43,7 @@ def generate(
     routing: Annotated[
         bool, typer.Option("--routing", help="Show how many experts each token used; with --json, which ones.")
     ] = False,
-    backend: options.Backend = options.DEFAULT_BACKEND,
+    backend: options.Backend = None,
     dtype: options.DType = None,
     device: options.Device = options.DEFAULT_DEVICE,
     threads: options.Threads = None,
@@ -65,7 +65,7 @@ def generate(
     start = time.perf_counter()
     engine = options.load_engine(model, router, backend, dtype, device, threads)
     load_seconds = time.perf_counter() - start
-    facts = options.describe(engine, backend)
+    facts = options.describe(engine)
     for line in (options.headline(facts, router), *engine.notes):
         tell(line)
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = EMBEDDED
 DEFAULT_ROUTER = "top_k"
-DEFAULT_BACKEND = "bucketed"
 DEFAULT_DEVICE = "cpu"
 
 Model = Annotated[
@@ -33,7 +32,13 @@ RouterSpec = Annotated[
         help="The routing rule: name, name:key=value,key=value, or your own as path.py:Class. See 'minimoe routers'.",
     ),
 ]
-Backend = Annotated[str, typer.Option(metavar="NAME", help="How the experts are run: bucketed or reference.")]
+Backend = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="How the experts are run: native, bucketed or reference. By default native where its kernels run.",
+    ),
+]
 DType = Annotated[
     str | None,
     typer.Option(
@@ -76,7 +81,9 @@ def check_sampling(**options: Any) -> dict[str, Any]:
     return options
 
 
-def load_engine(model: str, router: str, backend: str, dtype: str | None, device: str, threads: int | None) -> Engine:
+def load_engine(
+    model: str, router: str, backend: str | None, dtype: str | None, device: str, threads: int | None
+) -> Engine:
     """Load a model with a rule that may be the user's own.
 
     Raises:
@@ -89,7 +96,7 @@ def load_engine(model: str, router: str, backend: str, dtype: str | None, device
     return load(model, router=rule, backend=backend, dtype=dtype, device=device, threads=threads)
 
 
-def describe(engine: Engine, backend: str) -> dict[str, Any]:
+def describe(engine: Engine) -> dict[str, Any]:
     """What runs: model, number of parameters, dtype, backend, device and CPU threads."""
     import torch
 
@@ -97,7 +104,7 @@ def describe(engine: Engine, backend: str) -> dict[str, Any]:
         "model": engine.name,
         "parameters": engine.weight_bytes // engine.model.dtype.itemsize,
         "dtype": str(engine.model.dtype).removeprefix("torch."),
-        "backend": backend,
+        "backend": engine.backend,
         "device": str(engine.model.device),
         "threads": torch.get_num_threads(),
     }

@@ -1,25 +1,43 @@
 """Expert backends, one a file, and the registry that gives them their names."""
 
-from minimoe.errors import InputError
-from minimoe.experts.base import Experts, ExpertWeights
-from minimoe.experts.bucketed import BucketedExperts
-from minimoe.experts.reference import ReferenceExperts
+from collections.abc import Callable
 
-BACKENDS: dict[str, type[Experts]] = {
-    "bucketed": BucketedExperts,
-    "reference": ReferenceExperts,
+import torch
+
+from minimoe.errors import InputError
+from minimoe.experts.base import Backend, Experts, ExpertWeights
+from minimoe.experts.bucketed import BucketedExperts
+from minimoe.experts.native import Native
+from minimoe.experts.reference import ReferenceExperts
+from minimoe.native import DTYPES, best_kernels
+
+BACKENDS: dict[str, Callable[..., Backend]] = {
+    "native": Native,
+    "bucketed": lambda: BucketedExperts,
+    "reference": lambda: ReferenceExperts,
 }
 
 
-def find_backend(name: str) -> type[Experts]:
-    """The backend class of that name.
+def find_backend(spec: str) -> Backend:
+    """The backend of that name: `bucketed`, `reference`, `native`, or `native:isa=NAME` for one instruction set.
 
     Raises:
-        InputError: lists the names there are.
+        InputError: lists the names there are; or the native kernels cannot run here.
     """
+    name, _, option = spec.partition(":")
     if name not in BACKENDS:
-        raise InputError(f"unknown backend {name!r}; choose one of {', '.join(BACKENDS)}.")
-    return BACKENDS[name]
+        raise InputError(f"unknown backend {spec!r}; choose one of {', '.join(BACKENDS)}.")
+    key, _, value = option.partition("=")
+    if not option:
+        return BACKENDS[name]()
+    if name != "native" or key != "isa":
+        raise InputError(f"backend {name} takes no option {option!r}; only native does, as in native:isa=avx2.")
+    return Native(isa=value)
 
 
-__all__ = ["BACKENDS", "ExpertWeights", "Experts", "find_backend"]
+def default_backend(dtype: torch.dtype, device: torch.device) -> str:
+    """The fastest backend for a dtype on a device: native where its kernels run, else bucketed."""
+    return "native" if device.type == "cpu" and dtype in DTYPES and best_kernels() else "bucketed"
+
+
+__all__ = ["BACKENDS", "Backend", "ExpertWeights", "Experts", "default_backend", "find_backend"]

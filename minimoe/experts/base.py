@@ -6,11 +6,13 @@ Shape letters: T tokens, D hidden, E experts, I expert intermediate.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
+from minimoe.linear import linear
 from minimoe.routing import Routing
 
 
@@ -32,6 +34,8 @@ class Experts(ABC):
     """Runs the experts of one layer: y_t = sum over the live slots j of w_tj * expert_tj(x_t),
     with expert(x) = down(silu(gate x) * (up x))."""
 
+    linear = staticmethod(linear)  # what the products around the experts go through: attention, gate and head
+
     def __init__(self, weights: ExpertWeights) -> None:
         self.weights = weights
 
@@ -47,6 +51,16 @@ class Experts(ABC):
         Returns:
             y_TD in the dtype of x; the weighted sum is accumulated in float32.
         """
+
+
+class Backend(Protocol):
+    """What a model is given: it makes the experts of each layer, and multiplies by all other weights."""
+
+    @property
+    def linear(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """x_TA, weight_BA -> y_TB."""
+
+    def __call__(self, weights: ExpertWeights, /) -> Experts: ...
 
 
 def weigh(y_PD: Tensor, weights_P1: Tensor) -> Tensor:

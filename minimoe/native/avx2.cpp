@@ -1,0 +1,16 @@
+// 8 floats at a time, in 16 registers.
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma")
+#endif
+#define KERNELS avx2_kernels
+#define WIDTH 8
+#define ROWS 3
+#define SUPPORTED (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+#include "vector.inl"
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

@@ -1,0 +1,16 @@
+// 16 floats at a time, in 32 registers.
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f"))), apply_to = function)
+#else
+#pragma GCC target("avx512f")
+#endif
+#define KERNELS avx512_kernels
+#define WIDTH 16
+#define ROWS 6
+#define SUPPORTED (__builtin_cpu_supports("avx512f"))
+#include "vector.inl"
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

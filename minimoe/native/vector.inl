@@ -1,0 +1,311 @@
+// The kernels for one instruction set. The including file defines KERNELS (the table's name), WIDTH (floats in a
+// vector), ROWS (rows of a weight that are multiplied with four tokens at a time) and SUPPORTED.
+//
+// Everything is built of one thing: the dot products of a few rows of a weight with a few tokens, kept in registers.
+// Each (row, token) has one accumulator and the sum always runs in the same order, so a token's result does not
+// depend on how many tokens or rows are computed beside it, or by how many threads.
+//
+// A register of packed bfloat16 holds 2 * WIDTH numbers; shifted left by 16 bits it holds its even ones as floats, and
+// with the lower halves masked away its odd ones. Activations are laid out to match: packed once into float32, in
+// blocks of 2 * WIDTH with the even places first, and padded with zeros to whole blocks.
+#include <algorithm>
+#include <cstddef>
+#include <vector>
+
+#include "bfloat16.h"
+#include "kernels.h"
+
+namespace minimoe {
+namespace {
+
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
+
+constexpr int64_t STEP = 2 * WIDTH;     // places in a block
+constexpr int64_t SPAN = 1024;          // places that are summed in registers; four tokens of them fit the L1 cache
+constexpr int TOKENS = 4;               // tokens in a tile
+constexpr int64_t L2_BYTES = 1 << 18;   // of a weight that are kept close while all tokens pass by
+constexpr int64_t SERIAL_BYTES = 1 << 16;  // less than this is not worth waking other threads for
+
+template <class V>
+inline V load(const void *place) {
+    V value;
+    std::memcpy(&value, place, sizeof value);
+    return value;
+}
+
+inline Floats even(Words packed) { return (Floats)(packed << 16); }
+inline Floats odd(Words packed) { return (Floats)(packed & 0xffff0000u); }
+
+// The two vectors of a block: for bfloat16 its even and its odd places, for float32 its halves.
+inline Floats first(const bfloat16 *w) { return even(load<Words>(w)); }
+inline Floats second(const bfloat16 *w) { return odd(load<Words>(w)); }
+inline Floats first(const float *w) { return load<Floats>(w); }
+inline Floats second(const float *w) { return load<Floats>(w + WIDTH); }
+
+// Where place i of an activation lies in its packed form.
+template <class W>
+inline int64_t packed_place(int64_t i);
+template <>
+inline int64_t packed_place<float>(int64_t i) {
+    return i;
+}
+template <>
+inline int64_t packed_place<bfloat16>(int64_t i) {
+    return i - i % STEP + (i % STEP) / 2 + (i % 2 ? WIDTH : 0);
+}
+
+// Room for a packed activation of n places. The last block keeps activations that lie one after the other from
+// starting in the same set of the cache, which would otherwise happen at every power of two.
+inline int64_t room(int64_t n) { return (n + STEP - 1) / STEP * STEP + STEP; }
+
+template <class W>
+void pack(const W *x, int64_t n, float *packed) {
+    for (int64_t block = 0; block < n; block += STEP)
+        for (int64_t i = block; i < block + STEP; i++) packed[packed_place<W>(i)] = i < n ? widen(x[i]) : 0.0f;
+}
+
+inline float sum(Floats v) {
+    float lanes[WIDTH];
+    std::memcpy(lanes, &v, sizeof v);
+    for (int half = WIDTH / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
+// out[r * TOKENS + n] += w[r] . x[n] for R rows `stride` apart and N packed tokens, over n_places places. Rows that
+// come from memory are FRESH: the same places of the rows after them are then asked for ahead.
+template <class W, int R, int N, bool FRESH>
+inline void dots(const W *w, int64_t stride, const float *const *x, int64_t from, int64_t n_places, float *out) {
+    Floats sums[R][N] = {};
+    const int64_t whole = n_places / STEP * STEP;
+    for (int64_t i = from; i < from + whole; i += STEP) {
+        Floats rows[R];
+        for (int r = 0; r < R; r++) {
+            if (FRESH) __builtin_prefetch(w + (r + R) * stride + i);
+            rows[r] = first(w + r * stride + i);
+        }
+        for (int n = 0; n < N; n++) {
+            const Floats token = load<Floats>(x[n] + i);
+            for (int r = 0; r < R; r++) sums[r][n] += rows[r] * token;
+        }
+        for (int r = 0; r < R; r++) rows[r] = second(w + r * stride + i);
+        for (int n = 0; n < N; n++) {
+            const Floats token = load<Floats>(x[n] + i + WIDTH);
+            for (int r = 0; r < R; r++) sums[r][n] += rows[r] * token;
+        }
+    }
+    if (whole < n_places) {
+        // The end of a row is copied, for nothing after it may be read.
+        W rest[R][STEP] = {};
+        for (int r = 0; r < R; r++)
+            std::memcpy(rest[r], w + r * stride + from + whole, (n_places - whole) * sizeof(W));
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < N; n++) {
+                sums[r][n] += first(rest[r]) * load<Floats>(x[n] + from + whole);
+                sums[r][n] += second(rest[r]) * load<Floats>(x[n] + from + whole + WIDTH);
+            }
+    }
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < N; n++) out[r * TOKENS + n] += sum(sums[r][n]);
+}
+
+template <class W, int R, int N, bool FRESH>
+void rows_of(const W *w, int64_t rows, int64_t columns, const float *const *x, int64_t from, int64_t n, float *out) {
+    int64_t row = 0;
+    for (; row + R <= rows; row += R)
+        dots<W, R, N, FRESH>(w + row * columns, columns, x, from, n, out + row * TOKENS);
+    for (; row < rows; row++) dots<W, 1, N, FRESH>(w + row * columns, columns, x, from, n, out + row * TOKENS);
+}
+
+// out[r * TOKENS + n] = w[r] . x[n] for all rows of w[rows, columns].
+template <class W, int R, int N>
+void tile(const W *w, int64_t rows, int64_t columns, const float *const *x, bool fresh, float *out) {
+    std::fill(out, out + rows * TOKENS, 0.0f);
+    // Fresh rows stream from memory, whole. Later the tokens' parts stay in the L1 cache while all rows pass by.
+    const int64_t step = fresh ? R : rows;
+    for (int64_t row = 0; row < rows; row += step)
+        for (int64_t from = 0; from < columns; from += SPAN) {
+            const int64_t n_rows = std::min(step, rows - row), n = std::min(SPAN, columns - from);
+            const auto some = fresh ? rows_of<W, R, N, true> : rows_of<W, R, N, false>;
+            some(w + row * columns, n_rows, columns, x, from, n, out + row * TOKENS);
+        }
+}
+
+// The same for 1 to TOKENS tokens.
+template <class W>
+void products(const W *w, int64_t rows, int64_t columns, const float *const *x, int64_t tokens, bool fresh,
+              float *out) {
+    switch (tokens) {
+        case 1: return tile<W, 4, 1>(w, rows, columns, x, fresh, out);
+        case 2: return tile<W, 4, 2>(w, rows, columns, x, fresh, out);
+        case 3: return tile<W, ROWS, 3>(w, rows, columns, x, fresh, out);
+        default: return tile<W, ROWS, 4>(w, rows, columns, x, fresh, out);
+    }
+}
+
+// Memory of the calling thread that is kept from call to call: fresh pages would cost as much as the products.
+class Scratch {
+   public:
+    void reserve(int64_t floats) {
+        if (int64_t(room_.size()) < floats) room_.resize(floats);
+        next_ = room_.data();
+    }
+    float *take(int64_t floats) {
+        float *place = next_;
+        next_ += floats;
+        return place;
+    }
+
+   private:
+    std::vector<float> room_;
+    float *next_ = nullptr;
+};
+
+thread_local Scratch scratch;
+
+// Rows of a weight that one thread takes at a time: a few for each thread, and no more than the L2 cache holds.
+inline int64_t chunk_rows(int64_t rows, int64_t columns, int64_t bytes, int threads) {
+    const int64_t fitting = std::max<int64_t>(L2_BYTES / std::max<int64_t>(columns * bytes, 1), 12);
+    return std::clamp<int64_t>((rows + 4 * threads - 1) / (4 * threads), 1, fitting / 12 * 12);
+}
+
+template <class W>
+void linear_of(const Linear &l, int threads) {
+    const int64_t width = room(l.A), chunk = chunk_rows(l.B, l.A, sizeof(W), threads);
+    scratch.reserve(l.T * width);
+    float *const x = scratch.take(l.T * width);
+    const W *const w = static_cast<const W *>(l.w);
+    const bool alone = int64_t(l.B * l.A * sizeof(W)) * l.T < SERIAL_BYTES;
+#pragma omp parallel num_threads(alone ? 1 : threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < l.T; t++) pack(static_cast<const W *>(l.x) + t * l.A, l.A, x + t * width);
+        std::vector<float> out(chunk * TOKENS);
+#pragma omp for schedule(dynamic)
+        for (int64_t row = 0; row < l.B; row += chunk) {
+            const int64_t rows = std::min(chunk, l.B - row);
+            for (int64_t t = 0; t < l.T; t += TOKENS) {
+                const int64_t tokens = std::min<int64_t>(TOKENS, l.T - t);
+                const float *places[TOKENS];
+                for (int64_t n = 0; n < tokens; n++) places[n] = x + (t + n) * width;
+                products(w + row * l.A, rows, l.A, places, tokens, t == 0, out.data());
+                for (int64_t n = 0; n < tokens; n++)
+                    for (int64_t r = 0; r < rows; r++)
+                        static_cast<W *>(l.y)[(t + n) * l.B + row + r] = narrow<W>(out[r * TOKENS + n]);
+            }
+        }
+    }
+}
+
+// The live pairs sorted by expert, within an expert by token.
+struct Pairs {
+    std::vector<int64_t> live;     // experts that have tokens
+    std::vector<int64_t> offsets;  // [E + 1]
+    std::vector<int64_t> tokens;   // [P]
+    std::vector<float> weights;    // [P]
+
+    explicit Pairs(const Experts &m) : offsets(m.E + 1) {
+        for (int64_t t = 0; t < m.T; t++)
+            for (int64_t j = 0; j < m.k[t]; j++) offsets[m.experts[t * m.K + j] + 1]++;
+        for (int64_t e = 0; e < m.E; e++) {
+            if (offsets[e + 1]) live.push_back(e);
+            offsets[e + 1] += offsets[e];
+        }
+        tokens.resize(offsets[m.E]);
+        weights.resize(offsets[m.E]);
+        std::vector<int64_t> next(offsets.begin(), offsets.end() - 1);
+        for (int64_t t = 0; t < m.T; t++)
+            for (int64_t j = 0; j < m.k[t]; j++) {
+                const int64_t place = next[m.experts[t * m.K + j]]++;
+                tokens[place] = t;
+                weights[place] = m.weights[t * m.K + j];
+            }
+    }
+};
+
+template <class W>
+int64_t experts_of(const Experts &m, int threads) {
+    int64_t done = 0;
+    const Pairs pairs(m);
+    const int64_t P = pairs.tokens.size(), live = pairs.live.size();
+    const int64_t x_width = room(m.D), h_width = room(m.I);
+    scratch.reserve(m.T * x_width + P * h_width + m.T * m.D);
+    float *const x = scratch.take(m.T * x_width);  // packed
+    float *const h = scratch.take(P * h_width);    // packed
+    float *const y = scratch.take(m.T * m.D);
+    // Gate and up are read side by side, so each may fill half the cache.
+    const int64_t in_chunk = std::max<int64_t>(chunk_rows(m.I, 2 * m.D, sizeof(W), threads), 1);
+    const int64_t in_chunks = (m.I + in_chunk - 1) / in_chunk;
+    const int64_t out_chunk = chunk_rows(m.D, m.I, sizeof(W), threads);
+    const bool alone = int64_t(m.I * m.D * sizeof(W)) * P < SERIAL_BYTES;
+#pragma omp parallel num_threads(alone ? 1 : threads) reduction(+ : done)
+    {
+        std::vector<float> gate(in_chunk * TOKENS), up(in_chunk * TOKENS), out(out_chunk * TOKENS);
+        const float *places[TOKENS];
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < m.T; t++) pack(static_cast<const W *>(m.x) + t * m.D, m.D, x + t * x_width);
+        // Chunks of all live experts in one loop, so that an odd number of experts leaves no thread idle.
+#pragma omp for schedule(dynamic)
+        for (int64_t item = 0; item < live * in_chunks; item++) {
+            const int64_t e = pairs.live[item / in_chunks], row = item % in_chunks * in_chunk;
+            const int64_t rows = std::min(in_chunk, m.I - row);
+            for (int64_t p = pairs.offsets[e]; p < pairs.offsets[e + 1]; p += TOKENS) {
+                const int64_t tokens = std::min<int64_t>(TOKENS, pairs.offsets[e + 1] - p);
+                for (int64_t n = 0; n < tokens; n++) places[n] = x + pairs.tokens[p + n] * x_width;
+                products(static_cast<const W *>(m.gate[e]) + row * m.D, rows, m.D, places, tokens, p == pairs.offsets[e],
+                         gate.data());
+                products(static_cast<const W *>(m.up[e]) + row * m.D, rows, m.D, places, tokens, p == pairs.offsets[e],
+                         up.data());
+                done += 2 * tokens * rows * m.D;
+                for (int64_t n = 0; n < tokens; n++)
+                    for (int64_t r = 0; r < rows; r++)
+                        h[(p + n) * h_width + packed_place<W>(row + r)] =
+                            gated<W>(gate[r * TOKENS + n], up[r * TOKENS + n]);
+            }
+        }
+#pragma omp for schedule(static)
+        for (int64_t p = 0; p < P; p++)
+            for (int64_t i = m.I; i < h_width; i++) h[p * h_width + packed_place<W>(i)] = 0;
+        // A chunk of outputs belongs to one thread, which adds the experts to it in ascending order.
+#pragma omp for schedule(dynamic)
+        for (int64_t row = 0; row < m.D; row += out_chunk) {
+            const int64_t rows = std::min(out_chunk, m.D - row);
+            for (int64_t t = 0; t < m.T; t++) std::fill_n(y + t * m.D + row, rows, 0.0f);
+            for (const int64_t e : pairs.live)
+                for (int64_t p = pairs.offsets[e]; p < pairs.offsets[e + 1]; p += TOKENS) {
+                    const int64_t tokens = std::min<int64_t>(TOKENS, pairs.offsets[e + 1] - p);
+                    for (int64_t n = 0; n < tokens; n++) places[n] = h + (p + n) * h_width;
+                    products(static_cast<const W *>(m.down[e]) + row * m.I, rows, m.I, places, tokens,
+                             p == pairs.offsets[e], out.data());
+                    done += tokens * rows * m.I;
+                    for (int64_t n = 0; n < tokens; n++) {
+                        float *const sums = y + pairs.tokens[p + n] * m.D + row;
+                        const float weight = rounded<W>(pairs.weights[p + n]);
+                        for (int64_t r = 0; r < rows; r++)
+                            sums[r] += rounded<W>(rounded<W>(out[r * TOKENS + n]) * weight);
+                    }
+                }
+            for (int64_t t = 0; t < m.T; t++)
+                for (int64_t r = row; r < row + rows; r++)
+                    static_cast<W *>(m.y)[t * m.D + r] = narrow<W>(y[t * m.D + r]);
+        }
+    }
+    return done;
+}
+
+void linear(const Linear &l, DType dtype, int threads) {
+    dtype == FLOAT32 ? linear_of<float>(l, threads) : linear_of<bfloat16>(l, threads);
+}
+
+int64_t experts(const Experts &m, DType dtype, int threads) {
+    return dtype == FLOAT32 ? experts_of<float>(m, threads) : experts_of<bfloat16>(m, threads);
+}
+
+bool supported() { return SUPPORTED; }
+
+}  // namespace
+
+const Kernels KERNELS = {supported, linear, experts};
+
+}  // namespace minimoe

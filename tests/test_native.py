@@ -1,0 +1,290 @@
+"""The native kernels, every instruction set that this processor has, against numpy in double precision.
+
+That the backend equals `reference` and transformers is tested in test_experts.py and test_parity.py.
+Shape letters: T tokens, A inputs, B outputs, D hidden, E experts, I expert intermediate, K slots.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import minimoe
+from minimoe.errors import InputError
+from minimoe.experts import ExpertWeights, default_backend, find_backend
+from minimoe.experts.native import Native
+from minimoe.native import Kernels, Places, find_kernels, instruction_sets
+from minimoe.routing import Routing
+from tests.test_experts import CASES, in_double_precision, random_inputs, random_weights
+
+SETS = instruction_sets()
+EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-7}
+
+pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels were not built")
+each_set = pytest.mark.parametrize("kernels", SETS, ids=lambda kernels: kernels.name)
+each_dtype = pytest.mark.parametrize("dtype", EPS, ids=lambda dtype: str(dtype)[6:])
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
+def operands(T: int, A: int, B: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(T + A + B)
+    x_TA, weight_BA = torch.randn(T, A, generator=generator), torch.randn(B, A, generator=generator)
+    return x_TA.to(dtype), weight_BA.to(dtype)
+
+
+def between_guards(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A tensor, and the room around it that no kernel may change; the tensor is not aligned to anything."""
+    size = int(np.prod(shape))
+    room = torch.full((size + 130,), 7, dtype=dtype)
+    return room[65 : 65 + size].view(shape), room
+
+
+# Sizes around vectors (8 and 16), blocks (16 and 32), the span of a sum (1,024) and the tiles of rows and tokens.
+SIZES = [(1, 1), (7, 3), (16, 4), (31, 5), (33, 12), (64, 64), (100, 13), (1024, 3), (1025, 2), (2080, 7)]
+
+
+@each_set
+@each_dtype
+@pytest.mark.parametrize("T", [0, 1, 2, 3, 4, 5, 11])
+@pytest.mark.parametrize(("A", "B"), SIZES)
+def test_the_product_is_right(kernels: Kernels, dtype: torch.dtype, A: int, B: int, T: int) -> None:
+    x_TA, weight_BA = operands(T, A, B, dtype)
+    y_TB = kernels.linear(x_TA, weight_BA)
+    exact = x_TA.double().numpy() @ weight_BA.double().numpy().T
+    assert y_TB.dtype == dtype
+    # One rounding of the result, and float32's own over a sum of A products.
+    np.testing.assert_allclose(y_TB.double().numpy(), exact, rtol=EPS[dtype], atol=2e-6 * A**0.5 * 4)
+
+
+@each_set
+@each_dtype
+@given(data=st.data())
+@settings(deadline=None, max_examples=40)
+def test_the_product_is_right_for_any_size(kernels: Kernels, dtype: torch.dtype, data: st.DataObject) -> None:
+    T, A, B = (data.draw(st.integers(1, most)) for most in (9, 70, 40))
+    x_TA, weight_BA = operands(T, A, B, dtype)
+    exact = x_TA.double().numpy() @ weight_BA.double().numpy().T
+    np.testing.assert_allclose(
+        kernels.linear(x_TA, weight_BA).double().numpy(), exact, rtol=EPS[dtype], atol=2e-6 * A**0.5 * 4
+    )
+
+
+@each_set
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_neither_neighbours_nor_threads_change_a_bit(kernels: Kernels, count: int) -> None:
+    x_TA, weight_BA = operands(11, 2080, 300, torch.bfloat16)
+    with threads(1):
+        alone = torch.cat([kernels.linear(x_1A, weight_BA) for x_1A in x_TA.split(1)])
+    with threads(count):
+        assert torch.equal(kernels.linear(x_TA, weight_BA), alone)
+        halves = [kernels.linear(x_TA, part) for part in weight_BA.split(77)]
+    assert torch.equal(torch.cat(halves, dim=1), alone)
+
+
+@each_set
+@each_dtype
+@pytest.mark.parametrize("case", CASES)
+def test_experts_are_right_and_prune(kernels: Kernels, dtype: torch.dtype, case: str) -> None:
+    k, E, D, I = CASES[case]
+    weights = random_weights(E, D, I, dtype)
+    x_TD, routing = random_inputs(k, E, D, dtype)
+    places = Places(weights.gate_EID, weights.up_EID, weights.down_EDI)
+    y_TD, done = kernels.experts(x_TD, places, routing.experts_TK, routing.weights_TK, routing.k_T)
+    assert done == 3 * D * I * sum(k)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    np.testing.assert_allclose(
+        y_TD.double(), in_double_precision(x_TD, routing, weights), rtol=tolerance, atol=tolerance
+    )
+
+
+@each_set
+@each_dtype
+@pytest.mark.parametrize("T", [1, 2, 9, 40])
+def test_experts_equal_the_reference_at_larger_sizes(kernels: Kernels, dtype: torch.dtype, T: int) -> None:
+    """Rows and columns of several chunks, blocks and spans, with a rest at the end of each."""
+    weights = random_weights(6, 1100, 290, dtype)
+    x_TD, routing = random_inputs([1 + t % 6 for t in range(T)], 6, 1100, dtype)
+    ours = Native(kernels.name)(weights).run(x_TD, routing)
+    expected = find_backend("reference")(weights).run(x_TD, routing)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+
+
+@each_set
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_of_a_token_do_not_depend_on_its_batch(kernels: Kernels, dtype: torch.dtype) -> None:
+    weights = random_weights(6, 1100, 290, dtype)
+    x_TD, routing = random_inputs([3, 0, 6, 1, 5, 2, 4, 4, 1], 6, 1100, dtype)
+    experts = Native(kernels.name)(weights)
+    with threads(2):
+        together = experts.run(x_TD, routing)
+    with threads(1):
+        alone = [experts.run(x_TD[t : t + 1], routing.rows(slice(t, t + 1))) for t in range(len(x_TD))]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@each_set
+def test_matrices_of_pruned_experts_are_not_even_read(kernels: Kernels) -> None:
+    """They lie in pages without any right of access: reading one byte would end the process."""
+    pages = mmap.mmap(-1, 3 * 64 * 64 * 4, prot=0)  # PROT_NONE
+    address = _address(pages)
+    weights = random_weights(4, 64, 64)
+    places = Places(weights.gate_EID, weights.up_EID, weights.down_EDI)
+    for e in (1, 3):
+        places.gate[e], places.up[e], places.down[e] = (address + i * 64 * 64 * 4 for i in range(3))
+    x_TD, _ = random_inputs([2] * 5, 4, 64)
+    routing = Routing(torch.tensor([[0, 2]] * 5), torch.ones(5, 2), torch.tensor([1, 2, 2, 0, 1]), 4)
+    dead_TK = torch.arange(2) >= routing.k_T[:, None]
+    y_TD, _ = kernels.experts(x_TD, places, routing.experts_TK.masked_fill(dead_TK, 4), routing.weights_TK, routing.k_T)
+    np.testing.assert_allclose(y_TD, in_double_precision(x_TD, routing, weights), rtol=1e-5, atol=1e-5)
+
+
+def _address(pages: mmap.mmap) -> int:
+    """Where a mapping without rights lies; Python itself refuses to make a buffer of it."""
+    with open("/proc/self/maps") as maps:
+        sizes = {line.split()[0]: line.split()[1] for line in maps}
+    for span, rights in sizes.items():
+        start, end = (int(part, 16) for part in span.split("-"))
+        if rights.startswith("---") and end - start == len(pages):
+            return start
+    pytest.skip("the mapping was not found")
+
+
+@each_set
+@each_dtype
+def test_nothing_outside_the_result_is_written(kernels: Kernels, dtype: torch.dtype) -> None:
+    for T, A, B in [(1, 33, 13), (3, 100, 7), (9, 16, 5)]:
+        x_TA, weight_BA = operands(T, A, B, dtype)
+        y_TB, room = between_guards((T, B), dtype)
+        arguments = (kernels.index, int(dtype == torch.bfloat16), 1, T, A, B)
+        kernels.library.minimoe_linear(*arguments, x_TA.data_ptr(), weight_BA.data_ptr(), y_TB.data_ptr())
+        assert torch.equal(y_TB, kernels.linear(x_TA, weight_BA))
+        assert (room[:65] == 7).all()
+        assert (room[-65:] == 7).all()
+
+
+@each_set
+@each_dtype
+def test_weights_may_lie_anywhere(kernels: Kernels, dtype: torch.dtype) -> None:
+    """A safetensors file aligns its tensors to no more than their elements."""
+    x_TA, weight_BA = operands(3, 65, 9, dtype)
+    unaligned, _ = between_guards((9, 65), dtype)
+    unaligned.copy_(weight_BA)
+    assert torch.equal(kernels.linear(x_TA, unaligned), kernels.linear(x_TA, weight_BA))
+    strided = torch.stack([x_TA, x_TA], dim=2)[:, :, 0]
+    assert torch.equal(kernels.linear(strided, weight_BA), kernels.linear(x_TA, weight_BA))
+
+
+@each_set
+def test_infinities_and_nans_stay_what_they_are(kernels: Kernels) -> None:
+    values = torch.tensor([[float("inf")], [float("-inf")], [float("nan")], [-0.0], [3.4e38]]).bfloat16()
+    one = torch.ones(1, 1).bfloat16()
+    got = kernels.linear(values, one)
+    assert got[:2].tolist() == [[float("inf")], [float("-inf")]]
+    assert got[2].isnan()
+    assert torch.equal(got[4:], values[4:])
+
+
+@each_set
+@given(st.lists(st.floats(-(2.0**126), 2.0**126, width=32), min_size=1, max_size=30))
+@settings(deadline=None, max_examples=50)
+def test_results_are_rounded_as_torch_rounds(kernels: Kernels, values: list[float]) -> None:
+    """x is exact in bfloat16, the weight is 1 and small parts are added by a second column: halves round to even."""
+    high = torch.tensor(values).bfloat16()
+    low = high.abs().float().mul(2.0**-9).bfloat16()
+    x_T2 = torch.stack([high, low], dim=1)
+    expected = (high.float() + low.float()).bfloat16()
+    assert torch.equal(kernels.linear(x_T2, torch.ones(1, 2).bfloat16())[:, 0], expected)
+
+
+@pytest.mark.parametrize(
+    ("experts", "k"), [([[0, 4]], [2]), ([[0, -1]], [2]), ([[0, 1]], [3]), ([[0, 1]], [-1])], ids=str
+)
+def test_a_broken_routing_is_refused_before_anything_is_read(experts: list[list[int]], k: list[int]) -> None:
+    weights = random_weights(4, 8, 8)
+    routing = Routing(torch.tensor(experts), torch.ones(1, 2), torch.tensor(k), 4)
+    with pytest.raises(ValueError, match="live ids between 0 and E - 1"):
+        Native()(weights).run(torch.ones(1, 8), routing)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    kernels = find_kernels()
+    with pytest.raises(ValueError, match="cannot multiply"):
+        kernels.linear(torch.ones(2, 3), torch.ones(2, 4))
+    with pytest.raises(ValueError, match="row after row"):
+        kernels.linear(torch.ones(2, 3), torch.ones(3, 2).T)
+    with pytest.raises(ValueError, match="do not run"):
+        kernels.linear(torch.ones(2, 3), torch.ones(4, 3).half())
+    weights = random_weights(2, 4, 3)
+    with pytest.raises(ValueError, match="same shape"):
+        Native()(replace(weights, up_EID=weights.down_EDI))
+    with pytest.raises(ValueError, match="fit together"):
+        Native()(weights).run(torch.ones(1, 5), random_inputs([1], 2, 5)[1])
+    halves = ExpertWeights(*([m.half() for m in ms] for ms in (weights.gate_EID, weights.up_EID, weights.down_EDI)))
+    with pytest.raises(InputError, match="not float16 on cpu; choose --backend bucketed"):
+        Native()(halves)
+
+
+def test_the_instruction_set_can_be_chosen() -> None:
+    assert SETS[-1].name == "scalar"
+    for kernels in SETS:
+        backend = find_backend(f"native:isa={kernels.name}")
+        assert isinstance(backend, Native)
+        assert backend.kernels is kernels
+        assert backend.linear == kernels.linear
+    with pytest.raises(InputError, match=r"cannot run isa 'mmx'; choose one of .*scalar"):
+        find_backend("native:isa=mmx")
+    for spec in ("native:avx2", "native:threads=2", "bucketed:isa=avx2"):
+        with pytest.raises(InputError, match="native:isa=avx2"):
+            find_backend(spec)
+
+
+def test_every_set_writes_the_same_text() -> None:
+    texts = {
+        kernels.name: minimoe.load("tiny", backend=f"native:isa={kernels.name}", dtype="float32")
+        .generate("Once upon a time", max_new_tokens=12, temperature=0)
+        .text
+        for kernels in SETS
+    }
+    reference = minimoe.load("tiny", backend="reference", dtype="float32")
+    texts["reference"] = reference.generate("Once upon a time", max_new_tokens=12, temperature=0).text
+    assert len(set(texts.values())) == 1, texts
+
+
+def test_native_is_the_default_where_it_runs() -> None:
+    cpu = torch.device("cpu")
+    expected = "native" if len(SETS) > 1 else "bucketed"
+    assert default_backend(torch.bfloat16, cpu) == expected
+    assert default_backend(torch.float16, cpu) == "bucketed"
+    assert default_backend(torch.bfloat16, torch.device("cuda")) == "bucketed"
+    assert minimoe.load("tiny").backend == expected
+    assert minimoe.load("tiny", dtype="float16").backend == "bucketed"
+
+
+def test_without_the_library_the_package_runs_on_torch_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("minimoe.native", "minimoe.engine"):
+        monkeypatch.setattr(f"{place}.instruction_sets", lambda: ())
+    for place in ("minimoe.experts", "minimoe.linear"):
+        monkeypatch.setattr(f"{place}.best_kernels", lambda: None)
+    engine = minimoe.load("tiny")
+    assert engine.backend == "bucketed"
+    assert "not built" in engine.notes[0]
+    assert engine.generate("Once", max_new_tokens=3, temperature=0).tokens
+    with pytest.raises(InputError, match=r"not built.*--backend bucketed"):
+        minimoe.load("tiny", backend="native")
