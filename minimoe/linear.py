@@ -26,7 +26,7 @@ def linear(x_TA: Tensor, weight_BA: Tensor) -> Tensor:
     if x_TA.dtype == torch.bfloat16 and x_TA.device.type == "cpu" and not _wants_gradient(x_TA, weight_BA):
         kernels = best_kernels()
         if kernels:
-            return kernels.linear(x_TA, weight_BA)
+            return kernels.linears(x_TA, [weight_BA])[0]
     if (
         x_TA.shape[0] >= WIDEN_FROM_ROWS
         and x_TA.dtype in (torch.bfloat16, torch.float16)

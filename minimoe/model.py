@@ -10,6 +10,7 @@ size, V vocabulary, E experts; N new tokens of one sequence, S all its positions
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,6 +23,7 @@ from minimoe.cache import KVCache
 from minimoe.config import ModelConfig
 from minimoe.errors import NumericalError
 from minimoe.experts import Backend, ExpertWeights
+from minimoe.operations import Attention
 from minimoe.probe import Phase, Probe
 from minimoe.routers import Router, RouterContext
 
@@ -64,7 +66,7 @@ class Olmoe:
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], backend: Backend) -> None:
         self.config = config
-        self.linear = backend.linear
+        self.operations = backend.operations
         self.embed_VD = weights["model.embed_tokens.weight"]
         self.layers = [Layer(config, weights, layer, backend) for layer in range(config.num_layers)]
         self.norm_D = weights["model.norm.weight"]
@@ -116,14 +118,14 @@ class Olmoe:
         for cache, count in zip(batch.caches or (), batch.new, strict=False):
             cache.advance(count)
         with probe.span("norm"):
-            return rms_norm(x_TD, self.norm_D, self.config.rms_norm_eps)
+            return self.operations.norm(x_TD, self.norm_D, self.config.rms_norm_eps)
 
     def head(self, hidden_TD: Tensor, probe: Probe | None = None) -> Tensor:
         """Logits [T, V] of hidden states, in the model's dtype."""
         probe = probe or Probe()
         probe.headed(hidden_TD.shape[0])
         with probe.span("head"):
-            return self.linear(hidden_TD, self.head_VD)
+            return self.operations.linear(hidden_TD, self.head_VD)
 
 
 class Layer:
@@ -143,11 +145,18 @@ class Layer:
         self.key_GdD = weight("self_attn.k_proj")
         self.value_GdD = weight("self_attn.v_proj")
         self.out_DD = weight("self_attn.o_proj")
-        self.query_norm_D = weight("self_attn.q_norm")
-        self.key_norm_Gd = weight("self_attn.k_norm")
+        self.attention = Attention(
+            layer=index,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            query_norm_D=weight("self_attn.q_norm"),
+            key_norm_Gd=weight("self_attn.k_norm"),
+            eps=config.rms_norm_eps,
+            clip=config.clip_qkv,
+        )
         self.moe_norm_D = weight("post_attention_layernorm")
         self.gate_ED = weight("mlp.gate")
-        self.linear = backend.linear
+        self.operations = backend.operations
         self.experts = backend(
             ExpertWeights(each_expert("gate_proj"), each_expert("up_proj"), each_expert("down_proj"))
         )
@@ -161,13 +170,16 @@ class Layer:
         context: RouterContext,
         probe: Probe,
     ) -> Tensor:
+        ops, eps = self.operations, self.config.rms_norm_eps
         with probe.span("attention", self.index):
-            normed_TD = rms_norm(x_TD, self.attention_norm_D, self.config.rms_norm_eps)
-            x_TD = x_TD + self._attention(normed_TD, rotation, batch)
+            normed_TD = ops.norm(x_TD, self.attention_norm_D, eps)
+            q_TD, k_TGd, v_TGd = ops.linears(normed_TD, (self.query_DD, self.key_GdD, self.value_GdD))
+            mixed_TD = ops.attention(self.attention, q_TD, k_TGd, v_TGd, rotation, batch.new, batch.caches)
+            x_TD = x_TD + ops.linear(mixed_TD, self.out_DD)
         with probe.span("gate", self.index):
-            normed_TD = rms_norm(x_TD, self.moe_norm_D, self.config.rms_norm_eps)
-            logits_TE = self.linear(normed_TD, self.gate_ED)
-            if not bool(torch.isfinite(logits_TE).all()):
+            normed_TD = ops.norm(x_TD, self.moe_norm_D, eps)
+            logits_TE = ops.linear(normed_TD, self.gate_ED)
+            if not math.isfinite(logits_TE.detach().abs().max()):  # a NaN is the largest of all
                 raise NumericalError(
                     f"layer {self.index}: the router logits are not finite; the weights or the inputs are broken."
                 )
@@ -176,76 +188,3 @@ class Layer:
         probe.routed(self.index, routing, logits_TE)
         with probe.span("experts", self.index):
             return x_TD + self.experts.run(normed_TD, routing)
-
-    def _attention(self, x_TD: Tensor, rotation: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
-        config = self.config
-        # q/k norm over the whole projection, then clip, then RoPE: OLMoE's order.
-        q_TD = rms_norm(self.linear(x_TD, self.query_DD), self.query_norm_D, config.rms_norm_eps)
-        k_TGd = rms_norm(self.linear(x_TD, self.key_GdD), self.key_norm_Gd, config.rms_norm_eps)
-        v_TGd = self.linear(x_TD, self.value_GdD)
-        if config.clip_qkv is not None:
-            q_TD, k_TGd, v_TGd = (t.clamp(-config.clip_qkv, config.clip_qkv) for t in (q_TD, k_TGd, v_TGd))
-        queries = rotate(q_TD.unflatten(-1, (config.num_heads, config.head_dim)), *rotation)
-        keys = rotate(k_TGd.unflatten(-1, (config.num_kv_heads, config.head_dim)), *rotation)
-        values = v_TGd.unflatten(-1, (config.num_kv_heads, config.head_dim))
-        if batch.caches is None and len(set(batch.new)) == 1:
-            mixed_THd = _attend_alike(queries, keys, values, batch.new[0])
-        else:
-            mixed_THd = self._attend_each(queries, keys, values, batch)
-        return self.linear(mixed_THd.flatten(-2), self.out_DD)
-
-    def _attend_each(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, batch: Batch) -> Tensor:
-        """One sequence at a time: each has its own length, and none sees another."""
-        parts = zip(*(t.split(list(batch.new)) for t in (q_THd, k_TGd, v_TGd)), strict=True)
-        mixed = []
-        for sequence, (q_NHd, k_NGd, v_NGd) in enumerate(parts):
-            if batch.caches is not None:
-                k_GSd, v_GSd = batch.caches[sequence].extend(self.index, k_NGd, v_NGd)
-            else:
-                k_GSd, v_GSd = k_NGd.transpose(0, 1), v_NGd.transpose(0, 1)
-            mixed.append(attend(q_NHd, k_GSd, v_GSd))
-        return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
-
-
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight: statistics in float32, back to x's dtype, then the weight."""
-    if x_TD.dtype == torch.float32:
-        return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
-    x32_TD = x_TD.float()
-    return weight_D * (x32_TD * torch.rsqrt(x32_TD.pow(2).mean(-1, keepdim=True) + eps)).to(x_TD.dtype)
-
-
-def rotate(x_THd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
-    """Rotary position embedding on half-split pairs: dimension i turns with dimension i + d/2."""
-    low, high = x_THd.chunk(2, dim=-1)
-    return x_THd * cos_T1d + torch.cat([-high, low], dim=-1) * sin_T1d
-
-
-def attend(q_NHd: Tensor, k_GSd: Tensor, v_GSd: Tensor) -> Tensor:
-    """Causal attention of the last N positions of one sequence over all its S; returns [N, H, d].
-
-    H may be a multiple of G (grouped queries). The mask is aligned to the end: query n sees S - N + n + 1 keys.
-    """
-    N, H, d = q_NHd.shape
-    G, S = k_GSd.shape[:2]
-    if N == 1:
-        # A lone query sees everything; a group's queries are then rows of one product over its kv head.
-        mixed = F.scaled_dot_product_attention(q_NHd.view(1, G, H // G, d), k_GSd[None], v_GSd[None])
-        return mixed.reshape(1, H, d)
-    mask = None if N == S else torch.ones(N, S, dtype=torch.bool, device=q_NHd.device).tril(S - N)
-    mixed = F.scaled_dot_product_attention(
-        q_NHd.transpose(0, 1)[None],
-        k_GSd[None],
-        v_GSd[None],
-        attn_mask=mask,
-        is_causal=mask is None,
-        enable_gqa=H != G,
-    )
-    return mixed[0].transpose(0, 1)
-
-
-def _attend_alike(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, length: int) -> Tensor:
-    """Fresh sequences of one length go through one call; what a training step is made of."""
-    q, k, v = (t.unflatten(0, (-1, length)).transpose(1, 2) for t in (q_THd, k_TGd, v_TGd))
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return mixed.transpose(1, 2).flatten(0, 1)

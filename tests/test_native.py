@@ -6,6 +6,7 @@ Shape letters: T tokens, A inputs, B outputs, D hidden, E experts, I expert inte
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,10 +20,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import minimoe
+from minimoe.cache import KVCache
 from minimoe.errors import InputError
 from minimoe.experts import ExpertWeights, default_backend, find_backend
 from minimoe.experts.native import Native
 from minimoe.native import Kernels, Places, find_kernels, instruction_sets
+from minimoe.operations import Attention, NativeOperations, Operations, rms_norm
 from minimoe.routing import Routing
 from tests.test_experts import CASES, in_double_precision, random_inputs, random_weights
 
@@ -48,6 +51,10 @@ def operands(T: int, A: int, B: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return x_TA.to(dtype), weight_BA.to(dtype)
 
 
+def product(kernels: Kernels, x_TA: Tensor, weight_BA: Tensor) -> Tensor:
+    return kernels.linears(x_TA, [weight_BA])[0]
+
+
 def between_guards(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A tensor, and the room around it that no kernel may change; the tensor is not aligned to anything."""
     size = int(np.prod(shape))
@@ -65,7 +72,7 @@ SIZES = [(1, 1), (7, 3), (16, 4), (31, 5), (33, 12), (64, 64), (100, 13), (1024,
 @pytest.mark.parametrize(("A", "B"), SIZES)
 def test_the_product_is_right(kernels: Kernels, dtype: torch.dtype, A: int, B: int, T: int) -> None:
     x_TA, weight_BA = operands(T, A, B, dtype)
-    y_TB = kernels.linear(x_TA, weight_BA)
+    y_TB = product(kernels, x_TA, weight_BA)
     exact = x_TA.double().numpy() @ weight_BA.double().numpy().T
     assert y_TB.dtype == dtype
     # One rounding of the result, and float32's own over a sum of A products.
@@ -81,7 +88,7 @@ def test_the_product_is_right_for_any_size(kernels: Kernels, dtype: torch.dtype,
     x_TA, weight_BA = operands(T, A, B, dtype)
     exact = x_TA.double().numpy() @ weight_BA.double().numpy().T
     np.testing.assert_allclose(
-        kernels.linear(x_TA, weight_BA).double().numpy(), exact, rtol=EPS[dtype], atol=2e-6 * A**0.5 * 4
+        product(kernels, x_TA, weight_BA).double().numpy(), exact, rtol=EPS[dtype], atol=2e-6 * A**0.5 * 4
     )
 
 
@@ -90,10 +97,10 @@ def test_the_product_is_right_for_any_size(kernels: Kernels, dtype: torch.dtype,
 def test_neither_neighbours_nor_threads_change_a_bit(kernels: Kernels, count: int) -> None:
     x_TA, weight_BA = operands(11, 2080, 300, torch.bfloat16)
     with threads(1):
-        alone = torch.cat([kernels.linear(x_1A, weight_BA) for x_1A in x_TA.split(1)])
+        alone = torch.cat([product(kernels, x_1A, weight_BA) for x_1A in x_TA.split(1)])
     with threads(count):
-        assert torch.equal(kernels.linear(x_TA, weight_BA), alone)
-        halves = [kernels.linear(x_TA, part) for part in weight_BA.split(77)]
+        assert torch.equal(product(kernels, x_TA, weight_BA), alone)
+        halves = [product(kernels, x_TA, part) for part in weight_BA.split(77)]
     assert torch.equal(torch.cat(halves, dim=1), alone)
 
 
@@ -166,15 +173,20 @@ def _address(pages: mmap.mmap) -> int:
     pytest.skip("the mapping was not found")
 
 
+def _places(*tensors: Tensor) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+
+
 @each_set
 @each_dtype
 def test_nothing_outside_the_result_is_written(kernels: Kernels, dtype: torch.dtype) -> None:
     for T, A, B in [(1, 33, 13), (3, 100, 7), (9, 16, 5)]:
         x_TA, weight_BA = operands(T, A, B, dtype)
         y_TB, room = between_guards((T, B), dtype)
-        arguments = (kernels.index, int(dtype == torch.bfloat16), 1, T, A, B)
-        kernels.library.minimoe_linear(*arguments, x_TA.data_ptr(), weight_BA.data_ptr(), y_TB.data_ptr())
-        assert torch.equal(y_TB, kernels.linear(x_TA, weight_BA))
+        rows, weights, results = (ctypes.c_int64 * 1)(B), _places(weight_BA), _places(y_TB)
+        arguments = (kernels.index, int(dtype == torch.bfloat16), 1, T, A, 1)
+        kernels.library.minimoe_linear(*arguments, rows, x_TA.data_ptr(), weights, results)
+        assert torch.equal(y_TB, product(kernels, x_TA, weight_BA))
         assert (room[:65] == 7).all()
         assert (room[-65:] == 7).all()
 
@@ -186,16 +198,124 @@ def test_weights_may_lie_anywhere(kernels: Kernels, dtype: torch.dtype) -> None:
     x_TA, weight_BA = operands(3, 65, 9, dtype)
     unaligned, _ = between_guards((9, 65), dtype)
     unaligned.copy_(weight_BA)
-    assert torch.equal(kernels.linear(x_TA, unaligned), kernels.linear(x_TA, weight_BA))
+    assert torch.equal(product(kernels, x_TA, unaligned), product(kernels, x_TA, weight_BA))
     strided = torch.stack([x_TA, x_TA], dim=2)[:, :, 0]
-    assert torch.equal(kernels.linear(strided, weight_BA), kernels.linear(x_TA, weight_BA))
+    assert torch.equal(product(kernels, strided, weight_BA), product(kernels, x_TA, weight_BA))
+
+
+@each_set
+@each_dtype
+@pytest.mark.parametrize("T", [0, 1, 3, 6])
+def test_several_weights_at_once_are_each_alone(kernels: Kernels, dtype: torch.dtype, T: int) -> None:
+    x_TA, _ = operands(T, 200, 1, dtype)
+    weights = [operands(1, 200, B, dtype)[1] for B in (900, 1, 33)]
+    together = kernels.linears(x_TA, weights)
+    assert all(torch.equal(a, product(kernels, x_TA, w)) for a, w in zip(together, weights, strict=True))
+    assert kernels.linears(x_TA, []) == []
+
+
+@each_set
+@each_dtype
+@pytest.mark.parametrize("D", [1, 7, 32, 100, 2048])
+def test_the_norm_is_that_of_torch(kernels: Kernels, dtype: torch.dtype, D: int) -> None:
+    x_TD, weight_1D = operands(5, D, 1, dtype)
+    got = kernels.norm(x_TD * 3, weight_1D[0], 1e-5)
+    expected = rms_norm(x_TD * 3, weight_1D[0], 1e-5)
+    # Statistics are summed in another order, which in bfloat16 moves a result to its neighbour at most.
+    torch.testing.assert_close(got, expected, rtol=8 * EPS[dtype] if dtype == torch.float32 else EPS[dtype], atol=1e-6)
+
+
+@each_set
+@given(data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_ranking_is_a_stable_sort(kernels: Kernels, data: st.DataObject) -> None:
+    T, E, values = (
+        data.draw(st.integers(0, 70)),
+        data.draw(st.integers(1, 70)),
+        data.draw(st.sampled_from([1, 3, 10**6])),
+    )
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    probs_TE = torch.randint(values, (T, E), generator=generator) / values
+    sorted_TE, experts_TE = kernels.rank(probs_TE)
+    for row, ranked, experts in zip(probs_TE.tolist(), sorted_TE.tolist(), experts_TE.tolist(), strict=True):
+        assert experts == sorted(range(E), key=lambda e: (-row[e], e))
+        assert ranked == [row[e] for e in experts]
+
+
+@each_set
+def test_ranking_survives_nan(kernels: Kernels) -> None:
+    probs_TE = torch.rand(50, 64)
+    probs_TE[::2, 3:60] = float("nan")
+    sorted_TE, experts_TE = kernels.rank(probs_TE)
+    assert (experts_TE.sort(dim=1).values == torch.arange(64)).all()
+    assert sorted_TE[::2, 7:].isnan().all()
+    assert torch.equal(sorted_TE[::2, :7], probs_TE[::2, [0, 1, 2, 60, 61, 62, 63]].sort(dim=1, descending=True).values)
+
+
+def attention_case(
+    H: int, G: int, d: int, lengths: list[int], clip: float | None, dtype: torch.dtype
+) -> tuple[Attention, list[Tensor], tuple[Tensor, Tensor], list[KVCache]]:
+    generator = torch.Generator().manual_seed(H + G + d + len(lengths))
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    T = len(lengths)
+    angles_T1d = torch.rand(T, 1, d // 2, generator=generator).mul(9).repeat(1, 1, 2)
+    of = Attention(1, H, G, random(H * d).abs() + 0.5, random(G * d).abs() + 0.5, 1e-5, clip)
+    config = replace(minimoe.load("tiny").config, num_layers=2, num_heads=H, num_kv_heads=G, hidden_size=H * d)
+    caches = []
+    for length in lengths:
+        cache = KVCache(config, length + 1 + length % 3, dtype, torch.device("cpu"))
+        cache.keys_LHCd.copy_(random(*cache.keys_LHCd.shape))
+        cache.values_LHCd.copy_(random(*cache.values_LHCd.shape))
+        cache.length = length
+        caches.append(cache)
+    projections = [random(T, H * d), random(T, G * d), random(T, G * d)]
+    return of, projections, (angles_T1d.cos().to(dtype), angles_T1d.sin().to(dtype)), caches
+
+
+@each_set
+@each_dtype
+@pytest.mark.parametrize("clip", [None, 0.7])
+@pytest.mark.parametrize(
+    ("H", "G", "d", "lengths"),
+    [(4, 4, 64, [0, 5, 130]), (4, 2, 16, [3]), (6, 2, 10, [0, 1, 2, 33]), (2, 1, 128, [700, 2]), (1, 1, 2, [0])],
+)
+def test_a_decode_step_of_attention_is_that_of_torch(
+    kernels: Kernels, dtype: torch.dtype, clip: float | None, H: int, G: int, d: int, lengths: list[int]
+) -> None:
+    results = []
+    for operations in (Operations(), NativeOperations(kernels)):
+        of, projections, rotation, caches = attention_case(H, G, d, lengths, clip, dtype)
+        mixed_TD = operations.attention(of, *projections, rotation, [1] * len(lengths), caches)
+        results.append((mixed_TD, caches))
+    (expected_TD, expected_caches), (mixed_TD, caches) = results
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(mixed_TD, expected_TD, **tolerance)
+    for ours, theirs, length in zip(caches, expected_caches, lengths, strict=True):
+        torch.testing.assert_close(ours.keys_LHCd, theirs.keys_LHCd, **tolerance)
+        assert torch.equal(ours.values_LHCd, theirs.values_LHCd)
+        changed = ours.keys_LHCd != attention_case(H, G, d, lengths, clip, dtype)[3][lengths.index(length)].keys_LHCd
+        assert changed.nonzero()[:, [0, 2]].unique(dim=0).tolist() == [[1, length]]  # one position of one layer
+
+
+def test_a_full_cache_is_refused_and_nothing_is_written() -> None:
+    of, projections, rotation, caches = attention_case(2, 1, 8, [3, 4], None, torch.float32)
+    before = [cache.keys_LHCd.clone() for cache in caches]
+    caches[1].length = caches[1].capacity
+    with pytest.raises(IndexError, match="no room"):
+        NativeOperations(find_kernels()).attention(of, *projections, rotation, [1, 1], caches)
+    assert all(torch.equal(cache.keys_LHCd, old) for cache, old in zip(caches, before, strict=True))
+    with pytest.raises(ValueError, match="fit together"):
+        NativeOperations(find_kernels()).attention(of, projections[0], *projections[:2], rotation, [1, 1], caches)
 
 
 @each_set
 def test_infinities_and_nans_stay_what_they_are(kernels: Kernels) -> None:
     values = torch.tensor([[float("inf")], [float("-inf")], [float("nan")], [-0.0], [3.4e38]]).bfloat16()
     one = torch.ones(1, 1).bfloat16()
-    got = kernels.linear(values, one)
+    got = product(kernels, values, one)
     assert got[:2].tolist() == [[float("inf")], [float("-inf")]]
     assert got[2].isnan()
     assert torch.equal(got[4:], values[4:])
@@ -210,7 +330,7 @@ def test_results_are_rounded_as_torch_rounds(kernels: Kernels, values: list[floa
     low = high.abs().float().mul(2.0**-9).bfloat16()
     x_T2 = torch.stack([high, low], dim=1)
     expected = (high.float() + low.float()).bfloat16()
-    assert torch.equal(kernels.linear(x_T2, torch.ones(1, 2).bfloat16())[:, 0], expected)
+    assert torch.equal(product(kernels, x_T2, torch.ones(1, 2).bfloat16())[:, 0], expected)
 
 
 @pytest.mark.parametrize(
@@ -226,11 +346,11 @@ def test_a_broken_routing_is_refused_before_anything_is_read(experts: list[list[
 def test_what_does_not_fit_is_refused() -> None:
     kernels = find_kernels()
     with pytest.raises(ValueError, match="cannot multiply"):
-        kernels.linear(torch.ones(2, 3), torch.ones(2, 4))
+        product(kernels, torch.ones(2, 3), torch.ones(2, 4))
     with pytest.raises(ValueError, match="row after row"):
-        kernels.linear(torch.ones(2, 3), torch.ones(3, 2).T)
+        product(kernels, torch.ones(2, 3), torch.ones(3, 2).T)
     with pytest.raises(ValueError, match="do not run"):
-        kernels.linear(torch.ones(2, 3), torch.ones(4, 3).half())
+        product(kernels, torch.ones(2, 3), torch.ones(4, 3).half())
     weights = random_weights(2, 4, 3)
     with pytest.raises(ValueError, match="same shape"):
         Native()(replace(weights, up_EID=weights.down_EDI))
@@ -247,7 +367,7 @@ def test_the_instruction_set_can_be_chosen() -> None:
         backend = find_backend(f"native:isa={kernels.name}")
         assert isinstance(backend, Native)
         assert backend.kernels is kernels
-        assert backend.linear == kernels.linear
+        assert isinstance(backend.operations, NativeOperations)
     with pytest.raises(InputError, match=r"cannot run isa 'mmx'; choose one of .*scalar"):
         find_backend("native:isa=mmx")
     for spec in ("native:avx2", "native:threads=2", "bucketed:isa=avx2"):

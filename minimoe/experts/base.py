@@ -6,13 +6,13 @@ Shape letters: T tokens, D hidden, E experts, I expert intermediate.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from minimoe.linear import linear
+from minimoe.operations import Operations
 from minimoe.routing import Routing
 
 
@@ -34,7 +34,7 @@ class Experts(ABC):
     """Runs the experts of one layer: y_t = sum over the live slots j of w_tj * expert_tj(x_t),
     with expert(x) = down(silu(gate x) * (up x))."""
 
-    linear = staticmethod(linear)  # what the products around the experts go through: attention, gate and head
+    operations: ClassVar[Operations] = Operations()  # what runs around the experts
 
     def __init__(self, weights: ExpertWeights) -> None:
         self.weights = weights
@@ -54,11 +54,10 @@ class Experts(ABC):
 
 
 class Backend(Protocol):
-    """What a model is given: it makes the experts of each layer, and multiplies by all other weights."""
+    """What a model is given: it makes the experts of each layer, and has the operations that run around them."""
 
     @property
-    def linear(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """x_TA, weight_BA -> y_TB."""
+    def operations(self) -> Operations: ...
 
     def __call__(self, weights: ExpertWeights, /) -> Experts: ...
 

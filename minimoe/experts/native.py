@@ -10,6 +10,7 @@ from torch import Tensor
 from minimoe.errors import InputError
 from minimoe.experts.base import Experts, ExpertWeights
 from minimoe.native import DTYPES, Kernels, Places, find_kernels
+from minimoe.operations import NativeOperations
 from minimoe.routing import Routing
 
 
@@ -22,7 +23,7 @@ class Native:
 
     def __init__(self, isa: str | None = None) -> None:
         self.kernels = find_kernels(isa)
-        self.linear = self.kernels.linear
+        self.operations = NativeOperations(self.kernels)
 
     def __call__(self, weights: ExpertWeights) -> NativeExperts:
         return NativeExperts(weights, self.kernels)

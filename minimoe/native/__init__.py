@@ -23,7 +23,7 @@ from minimoe.errors import InputError
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 NOT_BUILT = "the native kernels were not built on this machine; reinstall minimoe where a C++ compiler is found"
 
-_INT, _INT64, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+_INT, _INT64, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,29 +40,147 @@ class Kernels:
     index: int
     library: ctypes.CDLL
 
-    def linear(self, x_TA: Tensor, weight_BA: Tensor) -> Tensor:
-        """x_TA [T, A] times the transpose of weight_BA [B, A]: float32 or bfloat16, both alike, on the CPU.
+    def linears(self, x_TA: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+        """x_TA [T, A] times the transpose of each weight [B, A]: float32 or bfloat16, all alike, on the CPU.
 
         Accumulated in float32 in an order that depends on A alone. Gradients do not pass.
         """
-        _check(x_TA, weight_BA)
-        if x_TA.dim() != 2 or weight_BA.dim() != 2 or x_TA.shape[1] != weight_BA.shape[1]:
-            raise ValueError(f"cannot multiply {list(x_TA.shape)} by the transpose of {list(weight_BA.shape)}")
-        x_TA = x_TA.contiguous()
-        (T, A), B = x_TA.shape, weight_BA.shape[0]
-        y_TB = torch.empty(T, B, dtype=x_TA.dtype)
+        _check(x_TA, *weights)
+        T, A = x_TA.shape
+        for weight in weights:
+            if weight.dim() != 2 or weight.shape[1] != A:
+                raise ValueError(f"cannot multiply {list(x_TA.shape)} by the transpose of {list(weight.shape)}")
+        x_TA, n = x_TA.contiguous(), len(weights)
+        rows = [len(weight) for weight in weights]
+        results = [x_TA.new_empty(T, B) for B in rows]
         self.library.minimoe_linear(
             self.index,
             DTYPES[x_TA.dtype],
             torch.get_num_threads(),
             T,
             A,
-            B,
+            n,
+            (_INT64 * n)(*rows),
             x_TA.data_ptr(),
-            weight_BA.data_ptr(),
-            y_TB.data_ptr(),
+            (_POINTER * n)(*[weight.data_ptr() for weight in weights]),
+            (_POINTER * n)(*[result.data_ptr() for result in results]),
         )
-        return y_TB
+        return results
+
+    def rank(self, probs_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Each token's probabilities, float32, in descending order, NaN last; ties go to the lowest expert.
+
+        Returns:
+            (sorted_probs_TE float32, experts_TE int64).
+        """
+        if probs_TE.dtype is not torch.float32 or not probs_TE.is_cpu or probs_TE.dim() != 2:
+            raise ValueError("the native kernels rank float32 probabilities [T, E] on the CPU")
+        probs_TE = probs_TE.contiguous()
+        T, E = probs_TE.shape
+        sorted_TE, experts_TE = torch.empty_like(probs_TE), torch.empty_like(probs_TE, dtype=torch.int64)
+        self.library.minimoe_rank(
+            self.index,
+            torch.get_num_threads(),
+            T,
+            E,
+            probs_TE.data_ptr(),
+            sorted_TE.data_ptr(),
+            experts_TE.data_ptr(),
+        )
+        return sorted_TE, experts_TE
+
+    def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight: statistics in float32, back to x's dtype, then the weight."""
+        _check(x_TD, weight_D)
+        x_TD = x_TD.contiguous()
+        T, D = x_TD.shape
+        if weight_D.shape != (D,):
+            raise ValueError(f"a norm of {D} numbers needs as many weights, not {list(weight_D.shape)}")
+        y_TD = torch.empty_like(x_TD)
+        self.library.minimoe_norm(
+            self.index,
+            DTYPES[x_TD.dtype],
+            torch.get_num_threads(),
+            T,
+            D,
+            eps,
+            x_TD.data_ptr(),
+            weight_D.data_ptr(),
+            y_TD.data_ptr(),
+        )
+        return y_TD
+
+    def attention(
+        self,
+        q_TD: Tensor,
+        k_TGd: Tensor,
+        v_TGd: Tensor,
+        q_norm_D: Tensor,
+        k_norm_Gd: Tensor,
+        cos_T1d: Tensor,
+        sin_T1d: Tensor,
+        *,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        lengths: Sequence[int],
+        layer: int,
+        eps: float,
+        clip: float | None,
+    ) -> Tensor:
+        """One new token of each of T sequences, from its projections to its mix of values.
+
+        Norms over the whole projections, clipping, rotary positions, one more key and value written at the end of
+        the sequence's cache, and attention to all of them.
+
+        Args:
+            keys, values: of each sequence [layers, G, room, d].
+            lengths: positions of each that are filled.
+
+        Raises:
+            ValueError: shapes that do not fit together.
+            IndexError: a cache without room.
+        """
+        _check(q_TD, q_norm_D, k_norm_Gd, cos_T1d, sin_T1d, *keys, *values)
+        T, _, d = cos_T1d.shape
+        G = keys[0].shape[1] if keys else 0
+        width, kv_width = q_norm_D.numel(), k_norm_Gd.numel()
+        fitting = (
+            len(keys) == len(values) == len(lengths) == T > 0
+            and q_TD.shape == (T, width)
+            and k_TGd.shape == v_TGd.shape == (T, kv_width)
+            and kv_width == G * d
+            and width % kv_width == 0
+            and sin_T1d.shape == cos_T1d.shape
+            and all(
+                k.shape == v.shape and k.shape[1::2] == (G, d) and layer < len(k)
+                for k, v in zip(keys, values, strict=True)
+            )
+        )
+        if not fitting or d % 2:
+            raise ValueError("projections, norms, rotation and caches do not fit together")
+        q_TD, k_TGd, v_TGd = q_TD.contiguous(), k_TGd.contiguous(), v_TGd.contiguous()
+        y_TD = torch.empty_like(q_TD)
+        failed = self.library.minimoe_attention(
+            self.index,
+            DTYPES[q_TD.dtype],
+            torch.get_num_threads(),
+            T,
+            width // d,
+            G,
+            d,
+            layer,
+            eps,
+            float("inf") if clip is None else clip,
+            *(tensor.data_ptr() for tensor in (q_TD, k_TGd, v_TGd, q_norm_D, k_norm_Gd, cos_T1d, sin_T1d)),
+            (_POINTER * T)(*[tensor.data_ptr() for tensor in keys]),
+            (_POINTER * T)(*[tensor.data_ptr() for tensor in values]),
+            (_INT64 * T)(*lengths),
+            (_INT64 * T)(*[tensor.shape[2] for tensor in keys]),
+            y_TD.data_ptr(),
+        )
+        if failed:
+            raise IndexError("a cache has no room for one more position")
+        return y_TD
 
     def experts(
         self, x_TD: Tensor, places: Places, experts_TK: Tensor, weights_TK: Tensor, k_T: Tensor
@@ -128,11 +246,15 @@ class Places:
 
 
 def _check(*tensors: Tensor) -> None:
+    """The first is an activation; the others are read as they lie."""
+    dtype = tensors[0].dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"the native kernels do not run {dtype}")
     for tensor in tensors:
-        if tensor.dtype not in DTYPES or tensor.device.type != "cpu" or tensor.dtype != tensors[0].dtype:
-            raise ValueError(f"the native kernels do not run {tensor.dtype} on {tensor.device}")
-    if not all(tensor.is_contiguous() for tensor in tensors[1:]):
-        raise ValueError("the native kernels read a weight as it lies, row after row")
+        if tensor.dtype is not dtype or not tensor.is_cpu:
+            raise ValueError(f"the native kernels do not run {tensor.dtype} on {tensor.device} with {dtype}")
+        if tensor is not tensors[0] and not tensor.is_contiguous():
+            raise ValueError("the native kernels read a weight as it lies, row after row")
 
 
 @functools.cache
@@ -146,8 +268,13 @@ def instruction_sets() -> tuple[Kernels, ...]:
     except OSError:  # built for another machine, or torch brings another OpenMP than the library was compiled for
         return ()
     library.minimoe_set_name.restype = ctypes.c_char_p
-    library.minimoe_linear.argtypes = [*[_INT] * 3, *[_INT64] * 3, *[_POINTER] * 3]
+    library.minimoe_linear.argtypes = [*[_INT] * 3, *[_INT64] * 3, *[_POINTER] * 4]
     library.minimoe_linear.restype = None
+    library.minimoe_rank.argtypes = [*[_INT] * 2, *[_INT64] * 2, *[_POINTER] * 3]
+    library.minimoe_rank.restype = None
+    library.minimoe_norm.argtypes = [*[_INT] * 3, *[_INT64] * 2, _FLOAT, *[_POINTER] * 3]
+    library.minimoe_norm.restype = None
+    library.minimoe_attention.argtypes = [*[_INT] * 3, *[_INT64] * 5, *[_FLOAT] * 2, *[_POINTER] * 12]
     library.minimoe_experts.argtypes = [*[_INT] * 3, *[_INT64] * 5, *[_POINTER] * 8]
     library.minimoe_experts.restype = _INT64
     return tuple(

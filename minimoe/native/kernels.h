@@ -1,7 +1,8 @@
 // The kernels' plain C interface, which minimoe/native/__init__.py calls through ctypes, and the table that every
 // instruction set fills in. Pointers and numbers only: no torch, no Python.
 //
-// Shape letters: T tokens, A inputs, B outputs, D hidden, E experts, I expert intermediate, K slots, P live pairs.
+// Shape letters: T tokens, A inputs, B outputs, D hidden, E experts, I expert intermediate, K slots, P live pairs;
+// H heads, G kv heads, d head size.
 // Matrices are row-major. A weight [rows, columns] is read where it lies, with any alignment, and never written.
 #pragma once
 
@@ -11,11 +12,14 @@ namespace minimoe {
 
 enum DType { FLOAT32 = 0, BFLOAT16 = 1 };
 
-// y[T, B] = x[T, A] times the transpose of w[B, A]; the sum in float32, rounded once to the dtype of x.
+// y[T, B] = x[T, A] times the transpose of w[B, A] for each of n weights; the sum in float32, rounded once to the
+// dtype of x.
 struct Linear {
-    int64_t T, A, B;
-    const void *x, *w;
-    void *y;
+    int64_t T, A, n;
+    const int64_t *B;
+    const void *x;
+    const void *const *w;
+    void *const *y;
 };
 
 // y[t] = sum over the live slots j < k[t] of weights[t, j] * expert[experts[t, j]](x[t]), with
@@ -31,10 +35,43 @@ struct Experts {
     void *y;
 };
 
+// y[t] = x[t] / sqrt(mean(x[t]^2) + eps), rounded, times w.
+struct Norm {
+    int64_t T, D;
+    float eps;
+    const void *x, *w;
+    void *y;
+};
+
+// One new token of each of T sequences, from its projections to its mix of values: norms over the whole projections,
+// clipping, rotary positions, one more key and value in the sequence's cache, attention to all of them. Rounded where
+// the same steps in torch round (minimoe/operations.py).
+struct Attention {
+    int64_t T, H, G, d, layer;
+    float eps, clip;  // clip: infinity for none
+    const void *q, *k, *v;             // [T, H * d], [T, G * d], [T, G * d]
+    const void *q_norm, *k_norm;       // [H * d], [G * d]
+    const void *cos, *sin;             // [T, d]
+    void *const *keys, *const *values; // of each sequence [layers, G, capacity, d]
+    const int64_t *lengths, *capacities;  // of each sequence: positions that are filled, and that there is room for
+    void *y;                           // [T, H * d]
+};
+
+// Each row of probabilities in descending order, and which expert each belongs to; ties go to the lowest id.
+struct Rank {
+    int64_t T, E;
+    const float *probs;  // [T, E]
+    float *sorted;       // [T, E]
+    int64_t *experts;    // [T, E]
+};
+
 struct Kernels {
     bool (*supported)();
     void (*linear)(const Linear &, DType, int threads);
     int64_t (*experts)(const Experts &, DType, int threads);
+    void (*norm)(const Norm &, DType, int threads);
+    void (*attention)(const Attention &, DType, int threads);
+    void (*rank)(const Rank &, int threads);
 };
 
 extern const Kernels scalar_kernels;

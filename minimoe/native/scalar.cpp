@@ -1,8 +1,10 @@
 // Every kernel as a plain loop: what the fast ones are compared with. It runs anywhere, and slowly.
 #include <vector>
 
+#include "attention.h"
 #include "bfloat16.h"
 #include "kernels.h"
+#include "rank.h"
 
 namespace minimoe {
 namespace {
@@ -24,10 +26,11 @@ std::vector<float> widened(const void *x, int64_t n) {
 template <class W>
 void linear_of(const Linear &l) {
     const std::vector<float> x = widened<W>(l.x, l.T * l.A);
-    const W *w = static_cast<const W *>(l.w);
-    for (int64_t t = 0; t < l.T; t++)
-        for (int64_t b = 0; b < l.B; b++)
-            static_cast<W *>(l.y)[t * l.B + b] = narrow<W>(dot(w + b * l.A, &x[t * l.A], l.A));
+    for (int64_t i = 0; i < l.n; i++)
+        for (int64_t t = 0; t < l.T; t++)
+            for (int64_t b = 0; b < l.B[i]; b++)
+                static_cast<W *>(l.y[i])[t * l.B[i] + b] =
+                    narrow<W>(dot(static_cast<const W *>(l.w[i]) + b * l.A, x.data() + t * l.A, l.A));
 }
 
 template <class W>
@@ -53,6 +56,45 @@ int64_t experts_of(const Experts &m) {
     return done;
 }
 
+template <class W>
+float norm_scale(const W *x, int64_t n, float eps) {
+    const std::vector<float> wide = widened<W>(x, n);
+    return 1 / std::sqrt(dot(wide.data(), wide.data(), n) / n + eps);
+}
+
+template <class W>
+void norm_of(const Norm &n) {
+    for (int64_t t = 0; t < n.T; t++) {
+        const W *x = static_cast<const W *>(n.x) + t * n.D;
+        scaled(x, norm_scale(x, n.D, n.eps), static_cast<const W *>(n.w), n.D, static_cast<W *>(n.y) + t * n.D);
+    }
+}
+
+template <class W>
+void attention_of(const Attention &a) {
+    std::vector<W> room(std::max(a.H, a.G) * a.d), query(a.H * a.d);
+    for (int64_t t = 0; t < a.T; t++) {
+        const float q_scale = norm_scale(static_cast<const W *>(a.q) + t * a.H * a.d, a.H * a.d, a.eps);
+        const float k_scale = norm_scale(static_cast<const W *>(a.k) + t * a.G * a.d, a.G * a.d, a.eps);
+        prepare(a, t, q_scale, k_scale, room.data(), query.data());
+        const int64_t positions = a.lengths[t] + 1;
+        std::vector<float> scores(positions);
+        for (int64_t h = 0; h < a.H; h++) {
+            const int64_t g = h / (a.H / a.G);
+            const W *keys = cached<W>(a, a.keys, t, g), *values = cached<W>(a, a.values, t, g);
+            const std::vector<float> wide = widened<W>(&query[h * a.d], a.d);
+            for (int64_t s = 0; s < positions; s++)
+                scores[s] = dot(keys + s * a.d, wide.data(), a.d) / std::sqrt(float(a.d));
+            softmax(scores.data(), positions);
+            for (int64_t i = 0; i < a.d; i++) {
+                float sum = 0;
+                for (int64_t s = 0; s < positions; s++) sum += scores[s] * widen(values[s * a.d + i]);
+                static_cast<W *>(a.y)[(t * a.H + h) * a.d + i] = narrow<W>(sum);
+            }
+        }
+    }
+}
+
 void linear(const Linear &l, DType dtype, int) {
     dtype == FLOAT32 ? linear_of<float>(l) : linear_of<bfloat16>(l);
 }
@@ -61,10 +103,20 @@ int64_t experts(const Experts &m, DType dtype, int) {
     return dtype == FLOAT32 ? experts_of<float>(m) : experts_of<bfloat16>(m);
 }
 
+void norm(const Norm &n, DType dtype, int) { dtype == FLOAT32 ? norm_of<float>(n) : norm_of<bfloat16>(n); }
+
+void attention(const Attention &a, DType dtype, int) {
+    dtype == FLOAT32 ? attention_of<float>(a) : attention_of<bfloat16>(a);
+}
+
+void rank(const Rank &r, int) {
+    for (int64_t t = 0; t < r.T; t++) rank_token(r, t);
+}
+
 bool supported() { return true; }
 
 }  // namespace
 
-const Kernels scalar_kernels = {supported, linear, experts};
+const Kernels scalar_kernels = {supported, linear, experts, norm, attention, rank};
 
 }  // namespace minimoe

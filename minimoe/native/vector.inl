@@ -10,10 +10,13 @@
 // blocks of 2 * WIDTH with the even places first, and padded with zeros to whole blocks.
 #include <algorithm>
 #include <cstddef>
+#include <numeric>
 #include <vector>
 
+#include "attention.h"
 #include "bfloat16.h"
 #include "kernels.h"
+#include "rank.h"
 
 namespace minimoe {
 namespace {
@@ -24,8 +27,9 @@ typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
 constexpr int64_t STEP = 2 * WIDTH;     // places in a block
 constexpr int64_t SPAN = 1024;          // places that are summed in registers; four tokens of them fit the L1 cache
 constexpr int TOKENS = 4;               // tokens in a tile
-constexpr int64_t L2_BYTES = 1 << 18;   // of a weight that are kept close while all tokens pass by
-constexpr int64_t SERIAL_BYTES = 1 << 16;  // less than this is not worth waking other threads for
+constexpr int AHEAD = 2;                // groups of rows between what is read and what is asked for
+constexpr int64_t L2_BYTES = 1 << 19;   // of a weight that are kept close while all tokens pass by
+constexpr int64_t SERIAL_BYTES = 1 << 18;  // less than this is not worth waking other threads for
 
 template <class V>
 inline V load(const void *place) {
@@ -74,7 +78,7 @@ inline float sum(Floats v) {
 }
 
 // out[r * TOKENS + n] += w[r] . x[n] for R rows `stride` apart and N packed tokens, over n_places places. Rows that
-// come from memory are FRESH: the same places of the rows after them are then asked for ahead.
+// come from memory are FRESH: the same places of rows further on are then asked for ahead.
 template <class W, int R, int N, bool FRESH>
 inline void dots(const W *w, int64_t stride, const float *const *x, int64_t from, int64_t n_places, float *out) {
     Floats sums[R][N] = {};
@@ -82,7 +86,7 @@ inline void dots(const W *w, int64_t stride, const float *const *x, int64_t from
     for (int64_t i = from; i < from + whole; i += STEP) {
         Floats rows[R];
         for (int r = 0; r < R; r++) {
-            if (FRESH) __builtin_prefetch(w + (r + R) * stride + i);
+            if (FRESH) __builtin_prefetch(w + (r + AHEAD * R) * stride + i);
             rows[r] = first(w + r * stride + i);
         }
         for (int n = 0; n < N; n++) {
@@ -110,12 +114,16 @@ inline void dots(const W *w, int64_t stride, const float *const *x, int64_t from
         for (int n = 0; n < N; n++) out[r * TOKENS + n] += sum(sums[r][n]);
 }
 
-template <class W, int R, int N, bool FRESH>
-void rows_of(const W *w, int64_t rows, int64_t columns, const float *const *x, int64_t from, int64_t n, float *out) {
+// The part of `tile` that covers the places from `from` on, for some of its rows.
+template <class W, int R, int N>
+void strip(const W *w, int64_t rows, int64_t columns, const float *const *x, int64_t from, bool ask_ahead, float *out) {
+    const int64_t n = std::min(SPAN, columns - from);
     int64_t row = 0;
-    for (; row + R <= rows; row += R)
-        dots<W, R, N, FRESH>(w + row * columns, columns, x, from, n, out + row * TOKENS);
-    for (; row < rows; row++) dots<W, 1, N, FRESH>(w + row * columns, columns, x, from, n, out + row * TOKENS);
+    for (; row + R <= rows; row += R) {
+        const auto some = ask_ahead ? dots<W, R, N, true> : dots<W, R, N, false>;
+        some(w + row * columns, columns, x, from, n, out + row * TOKENS);
+    }
+    for (; row < rows; row++) dots<W, 1, N, false>(w + row * columns, columns, x, from, n, out + row * TOKENS);
 }
 
 // out[r * TOKENS + n] = w[r] . x[n] for all rows of w[rows, columns].
@@ -125,11 +133,9 @@ void tile(const W *w, int64_t rows, int64_t columns, const float *const *x, bool
     // Fresh rows stream from memory, whole. Later the tokens' parts stay in the L1 cache while all rows pass by.
     const int64_t step = fresh ? R : rows;
     for (int64_t row = 0; row < rows; row += step)
-        for (int64_t from = 0; from < columns; from += SPAN) {
-            const int64_t n_rows = std::min(step, rows - row), n = std::min(SPAN, columns - from);
-            const auto some = fresh ? rows_of<W, R, N, true> : rows_of<W, R, N, false>;
-            some(w + row * columns, n_rows, columns, x, from, n, out + row * TOKENS);
-        }
+        for (int64_t from = 0; from < columns; from += SPAN)
+            strip<W, R, N>(w + row * columns, std::min(step, rows - row), columns, x, from,
+                           fresh && row + (AHEAD + 1) * R <= rows, out + row * TOKENS);
 }
 
 // The same for 1 to TOKENS tokens.
@@ -164,35 +170,45 @@ class Scratch {
 
 thread_local Scratch scratch;
 
-// Rows of a weight that one thread takes at a time: a few for each thread, and no more than the L2 cache holds.
-inline int64_t chunk_rows(int64_t rows, int64_t columns, int64_t bytes, int threads) {
+// Rows of a weight that one thread takes at a time: a few times as many chunks of all `weights` as threads, so that they
+// end together, and no more than the L2 cache holds.
+inline int64_t chunk_rows(int64_t rows, int64_t columns, int64_t bytes, int threads, int64_t weights = 1) {
+    const int64_t chunks = threads == 1 ? 1 : (4 * threads + weights - 1) / weights;
     const int64_t fitting = std::max<int64_t>(L2_BYTES / std::max<int64_t>(columns * bytes, 1), 12);
-    return std::clamp<int64_t>((rows + 4 * threads - 1) / (4 * threads), 1, fitting / 12 * 12);
+    return std::clamp<int64_t>((rows + chunks - 1) / chunks, 1, fitting / 12 * 12);
 }
+
+// How many threads a call is worth that reads so many bytes of weights.
+inline int worth(int64_t bytes, int threads) { return bytes < SERIAL_BYTES ? 1 : threads; }
 
 template <class W>
 void linear_of(const Linear &l, int threads) {
-    const int64_t width = room(l.A), chunk = chunk_rows(l.B, l.A, sizeof(W), threads);
+    const int64_t all_rows = std::accumulate(l.B, l.B + l.n, int64_t(0)), width = room(l.A);
+    threads = worth(all_rows * l.A * sizeof(W) * l.T, threads);
+    const int64_t chunk = chunk_rows(all_rows, l.A, sizeof(W), threads);
+    // Chunks of all weights in one loop; the i-th weight has those from firsts[i] on.
+    std::vector<int64_t> firsts(l.n + 1);
+    for (int64_t i = 0; i < l.n; i++) firsts[i + 1] = firsts[i] + (l.B[i] + chunk - 1) / chunk;
     scratch.reserve(l.T * width);
     float *const x = scratch.take(l.T * width);
-    const W *const w = static_cast<const W *>(l.w);
-    const bool alone = int64_t(l.B * l.A * sizeof(W)) * l.T < SERIAL_BYTES;
-#pragma omp parallel num_threads(alone ? 1 : threads)
+#pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < l.T; t++) pack(static_cast<const W *>(l.x) + t * l.A, l.A, x + t * width);
         std::vector<float> out(chunk * TOKENS);
 #pragma omp for schedule(dynamic)
-        for (int64_t row = 0; row < l.B; row += chunk) {
-            const int64_t rows = std::min(chunk, l.B - row);
+        for (int64_t item = 0; item < firsts[l.n]; item++) {
+            const int64_t i = std::upper_bound(firsts.begin(), firsts.end(), item) - firsts.begin() - 1;
+            const int64_t B = l.B[i], row = (item - firsts[i]) * chunk, rows = std::min(chunk, B - row);
+            const W *const w = static_cast<const W *>(l.w[i]) + row * l.A;
+            W *const y = static_cast<W *>(l.y[i]) + row;
             for (int64_t t = 0; t < l.T; t += TOKENS) {
                 const int64_t tokens = std::min<int64_t>(TOKENS, l.T - t);
                 const float *places[TOKENS];
                 for (int64_t n = 0; n < tokens; n++) places[n] = x + (t + n) * width;
-                products(w + row * l.A, rows, l.A, places, tokens, t == 0, out.data());
+                products(w, rows, l.A, places, tokens, t == 0, out.data());
                 for (int64_t n = 0; n < tokens; n++)
-                    for (int64_t r = 0; r < rows; r++)
-                        static_cast<W *>(l.y)[(t + n) * l.B + row + r] = narrow<W>(out[r * TOKENS + n]);
+                    for (int64_t r = 0; r < rows; r++) y[(t + n) * B + r] = narrow<W>(out[r * TOKENS + n]);
             }
         }
     }
@@ -229,17 +245,17 @@ int64_t experts_of(const Experts &m, int threads) {
     int64_t done = 0;
     const Pairs pairs(m);
     const int64_t P = pairs.tokens.size(), live = pairs.live.size();
+    threads = worth(3 * m.I * m.D * sizeof(W) * P, threads);
     const int64_t x_width = room(m.D), h_width = room(m.I);
     scratch.reserve(m.T * x_width + P * h_width + m.T * m.D);
     float *const x = scratch.take(m.T * x_width);  // packed
     float *const h = scratch.take(P * h_width);    // packed
     float *const y = scratch.take(m.T * m.D);
     // Gate and up are read side by side, so each may fill half the cache.
-    const int64_t in_chunk = std::max<int64_t>(chunk_rows(m.I, 2 * m.D, sizeof(W), threads), 1);
+    const int64_t in_chunk = chunk_rows(m.I, 2 * m.D, sizeof(W), threads, std::max<int64_t>(live, 1));
     const int64_t in_chunks = (m.I + in_chunk - 1) / in_chunk;
     const int64_t out_chunk = chunk_rows(m.D, m.I, sizeof(W), threads);
-    const bool alone = int64_t(m.I * m.D * sizeof(W)) * P < SERIAL_BYTES;
-#pragma omp parallel num_threads(alone ? 1 : threads) reduction(+ : done)
+#pragma omp parallel num_threads(threads) reduction(+ : done)
     {
         std::vector<float> gate(in_chunk * TOKENS), up(in_chunk * TOKENS), out(out_chunk * TOKENS);
         const float *places[TOKENS];
@@ -294,6 +310,79 @@ int64_t experts_of(const Experts &m, int threads) {
     return done;
 }
 
+template <class W>
+float norm_scale(const W *x, int64_t n, float eps) {
+    Floats sums = {};
+    const int64_t whole = n / STEP * STEP;
+    for (int64_t i = 0; i < whole; i += STEP) {
+        sums += first(x + i) * first(x + i);
+        sums += second(x + i) * second(x + i);
+    }
+    float squares = sum(sums);
+    for (int64_t i = whole; i < n; i++) squares += widen(x[i]) * widen(x[i]);
+    return 1 / std::sqrt(squares / n + eps);
+}
+
+template <class W>
+void norm_of(const Norm &n, int threads) {
+    threads = worth(n.T * n.D * sizeof(W), threads);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t t = 0; t < n.T; t++) {
+        const W *x = static_cast<const W *>(n.x) + t * n.D;
+        scaled(x, norm_scale(x, n.D, n.eps), static_cast<const W *>(n.w), n.D, static_cast<W *>(n.y) + t * n.D);
+    }
+}
+
+// y[i] = sum over s of weights[s] * values[s, i] for i < d, in float32.
+template <class W>
+void mix(const float *weights, const W *values, int64_t positions, int64_t d, float *y) {
+    int64_t i = 0;
+    for (; i + STEP <= d; i += STEP) {
+        Floats firsts = {}, seconds = {};
+        for (int64_t s = 0; s < positions; s++) {
+            firsts += weights[s] * first(values + s * d + i);
+            seconds += weights[s] * second(values + s * d + i);
+        }
+        float packed[STEP];
+        std::memcpy(packed, &firsts, sizeof firsts);
+        std::memcpy(packed + WIDTH, &seconds, sizeof seconds);
+        for (int64_t j = 0; j < STEP; j++) y[i + j] = packed[packed_place<W>(j)];
+    }
+    for (; i < d; i++) {
+        y[i] = 0;
+        for (int64_t s = 0; s < positions; s++) y[i] += weights[s] * widen(values[s * d + i]);
+    }
+}
+
+template <class W>
+void attention_of(const Attention &a, int threads) {
+    const int64_t width = room(a.d), longest = *std::max_element(a.lengths, a.lengths + a.T) + 1;
+    std::vector<W> queries(a.T * a.H * a.d);
+    threads = worth(a.T * longest * 2 * a.G * a.d * sizeof(W), threads);
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<W> own(std::max(a.H, a.G) * a.d);
+        std::vector<float> scores((longest + 3) / 4 * 4 * TOKENS), query(width), mixed(a.d);
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < a.T; t++) {
+            const float q_scale = norm_scale(static_cast<const W *>(a.q) + t * a.H * a.d, a.H * a.d, a.eps);
+            const float k_scale = norm_scale(static_cast<const W *>(a.k) + t * a.G * a.d, a.G * a.d, a.eps);
+            prepare(a, t, q_scale, k_scale, own.data(), &queries[t * a.H * a.d]);
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t item = 0; item < a.T * a.H; item++) {
+            const int64_t t = item / a.H, h = item % a.H, g = h / (a.H / a.G), positions = a.lengths[t] + 1;
+            pack(&queries[item * a.d], a.d, query.data());
+            const float *const place = query.data();
+            products(cached<W>(a, a.keys, t, g), positions, a.d, &place, 1, true, scores.data());
+            for (int64_t s = 0; s < positions; s++) scores[s] = scores[s * TOKENS] / std::sqrt(float(a.d));
+            softmax(scores.data(), positions);
+            mix(scores.data(), cached<W>(a, a.values, t, g), positions, a.d, mixed.data());
+            for (int64_t i = 0; i < a.d; i++) static_cast<W *>(a.y)[item * a.d + i] = narrow<W>(mixed[i]);
+        }
+    }
+}
+
 void linear(const Linear &l, DType dtype, int threads) {
     dtype == FLOAT32 ? linear_of<float>(l, threads) : linear_of<bfloat16>(l, threads);
 }
@@ -302,10 +391,23 @@ int64_t experts(const Experts &m, DType dtype, int threads) {
     return dtype == FLOAT32 ? experts_of<float>(m, threads) : experts_of<bfloat16>(m, threads);
 }
 
+void norm(const Norm &n, DType dtype, int threads) {
+    dtype == FLOAT32 ? norm_of<float>(n, threads) : norm_of<bfloat16>(n, threads);
+}
+
+void attention(const Attention &a, DType dtype, int threads) {
+    dtype == FLOAT32 ? attention_of<float>(a, threads) : attention_of<bfloat16>(a, threads);
+}
+
+void rank(const Rank &r, int threads) {
+#pragma omp parallel for num_threads(r.T < 64 ? 1 : threads) schedule(static)
+    for (int64_t t = 0; t < r.T; t++) rank_token(r, t);
+}
+
 bool supported() { return SUPPORTED; }
 
 }  // namespace
 
-const Kernels KERNELS = {supported, linear, experts};
+const Kernels KERNELS = {supported, linear, experts, norm, attention, rank};
 
 }  // namespace minimoe

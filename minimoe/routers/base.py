@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minimoe.errors import InputError
+from minimoe.native import best_kernels
 from minimoe.probe import Phase
 from minimoe.routing import Routing
 
@@ -64,6 +65,9 @@ def rank(logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         on every device; torch.topk does not.
     """
     probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+    kernels = best_kernels()
+    if kernels and probs_TE.is_cpu and not probs_TE.requires_grad:
+        return kernels.rank(probs_TE)
     return torch.sort(probs_TE, dim=-1, descending=True, stable=True)
 
 

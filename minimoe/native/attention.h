@@ -1,0 +1,69 @@
+// The steps of attention that are too small to be worth vectors of their own, for one token.
+#pragma once
+
+#include <algorithm>
+
+#include "bfloat16.h"
+#include "kernels.h"
+
+namespace minimoe {
+namespace {
+
+// y = x * scale, rounded, times w.
+template <class W>
+inline void scaled(const W *x, float scale, const W *w, int64_t n, W *y) {
+    for (int64_t i = 0; i < n; i++) y[i] = narrow<W>(rounded<W>(widen(x[i]) * scale) * widen(w[i]));
+}
+
+template <class W>
+inline void clipped(W *x, float limit, int64_t n) {
+    if (!std::isinf(limit))
+        for (int64_t i = 0; i < n; i++) x[i] = narrow<W>(std::clamp(widen(x[i]), -limit, limit));
+}
+
+// Rotary positions of one head: place i turns with place i + d / 2. y may not be x.
+template <class W>
+inline void rotated(const W *x, const W *cos, const W *sin, int64_t d, W *y) {
+    const int64_t half = d / 2;
+    for (int64_t i = 0; i < half; i++) {
+        const float low = widen(x[i]), high = widen(x[i + half]);
+        y[i] = narrow<W>(rounded<W>(low * widen(cos[i])) + rounded<W>(-high * widen(sin[i])));
+        y[i + half] = narrow<W>(rounded<W>(high * widen(cos[i + half])) + rounded<W>(low * widen(sin[i + half])));
+    }
+}
+
+// Where sequence t keeps the keys or values of kv head g: [capacity, d].
+template <class W>
+inline W *cached(const Attention &a, void *const *caches, int64_t t, int64_t g) {
+    return static_cast<W *>(caches[t]) + (a.layer * a.G + g) * a.capacities[t] * a.d;
+}
+
+// Norm, clip and turn the projections of token t; store its key and value. `query` holds H * d numbers, `room` as many.
+template <class W>
+void prepare(const Attention &a, int64_t t, float q_scale, float k_scale, W *room, W *query) {
+    const W *q = static_cast<const W *>(a.q) + t * a.H * a.d, *k = static_cast<const W *>(a.k) + t * a.G * a.d;
+    const W *v = static_cast<const W *>(a.v) + t * a.G * a.d;
+    const W *cos = static_cast<const W *>(a.cos) + t * a.d, *sin = static_cast<const W *>(a.sin) + t * a.d;
+    scaled(q, q_scale, static_cast<const W *>(a.q_norm), a.H * a.d, room);
+    clipped(room, a.clip, a.H * a.d);
+    for (int64_t h = 0; h < a.H; h++) rotated(room + h * a.d, cos, sin, a.d, query + h * a.d);
+    scaled(k, k_scale, static_cast<const W *>(a.k_norm), a.G * a.d, room);
+    clipped(room, a.clip, a.G * a.d);
+    for (int64_t g = 0; g < a.G; g++) {
+        rotated(room + g * a.d, cos, sin, a.d, cached<W>(a, a.keys, t, g) + a.lengths[t] * a.d);
+        W *value = cached<W>(a, a.values, t, g) + a.lengths[t] * a.d;
+        std::copy_n(v + g * a.d, a.d, value);
+        clipped(value, a.clip, a.d);
+    }
+}
+
+// Scores to weights that sum to 1.
+inline void softmax(float *scores, int64_t n) {
+    const float most = *std::max_element(scores, scores + n);
+    float total = 0;
+    for (int64_t s = 0; s < n; s++) total += scores[s] = std::exp(scores[s] - most);
+    for (int64_t s = 0; s < n; s++) scores[s] /= total;
+}
+
+}  // namespace
+}  // namespace minimoe

@@ -1,0 +1,195 @@
+"""The operations of a model other than its experts: products, norms and attention, in torch or by the native kernels.
+
+Shape letters: T tokens of all sequences laid end to end, D hidden, H heads, G kv heads, d head size, L layers,
+C room of a cache; N new tokens of one sequence, S all its positions so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minimoe.cache import KVCache
+from minimoe.linear import linear
+from minimoe.native import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What attention in one layer needs besides its projections.
+
+    Attributes:
+        layer: index of the layer, where the caches keep its keys and values.
+        heads, kv_heads: H and G; H is a multiple of G.
+        query_norm_D, key_norm_Gd: weights of the norms over the whole projections.
+        eps: of these norms.
+        clip: what projections are clamped to after the norms, or None.
+    """
+
+    layer: int
+    heads: int
+    kv_heads: int
+    query_norm_D: Tensor
+    key_norm_Gd: Tensor
+    eps: float
+    clip: float | None
+
+
+class Operations:
+    """In torch: any device and dtype, with gradients."""
+
+    def linear(self, x_TA: Tensor, weight_BA: Tensor) -> Tensor:
+        """x_TA times the transpose of weight_BA; see minimoe.linear."""
+        return linear(x_TA, weight_BA)
+
+    def linears(self, x_TA: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+        """x_TA times the transpose of each weight."""
+        return [linear(x_TA, weight) for weight in weights]
+
+    def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight: statistics in float32, back to x's dtype, then the weight."""
+        return rms_norm(x_TD, weight_D, eps)
+
+    def attention(
+        self,
+        of: Attention,
+        q_TD: Tensor,
+        k_TGd: Tensor,
+        v_TGd: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        new: Sequence[int],
+        caches: Sequence[KVCache] | None,
+    ) -> Tensor:
+        """From projections to each token's mix of values, before the output projection.
+
+        Args:
+            q_TD, k_TGd, v_TGd: the projections, heads side by side.
+            rotation: cosines and sines [T, 1, d] of the positions' angles, in the dtype of the projections.
+            new: how many of the tokens belong to each sequence.
+            caches: extended by the new keys and values, or None to attend to the new tokens alone.
+
+        Returns:
+            mixed_TD, in the dtype of the projections.
+        """
+        # q/k norm over the whole projection, then clip, then RoPE: OLMoE's order.
+        q_TD, k_TGd = self.norm(q_TD, of.query_norm_D, of.eps), self.norm(k_TGd, of.key_norm_Gd, of.eps)
+        if of.clip is not None:
+            q_TD, k_TGd, v_TGd = (t.clamp(-of.clip, of.clip) for t in (q_TD, k_TGd, v_TGd))
+        queries = rotate(q_TD.unflatten(-1, (of.heads, -1)), *rotation)
+        keys = rotate(k_TGd.unflatten(-1, (of.kv_heads, -1)), *rotation)
+        values = v_TGd.unflatten(-1, (of.kv_heads, -1))
+        if caches is None and len(set(new)) == 1:
+            return _attend_alike(queries, keys, values, new[0]).flatten(-2)
+        return _attend_each(of.layer, queries, keys, values, new, caches).flatten(-2)
+
+
+class NativeOperations(Operations):
+    """By the kernels of one instruction set: float32 and bfloat16 on the CPU, without gradients."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def linear(self, x_TA: Tensor, weight_BA: Tensor) -> Tensor:
+        return self._kernels.linears(x_TA, [weight_BA])[0]
+
+    def linears(self, x_TA: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+        return self._kernels.linears(x_TA, weights)
+
+    def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        return self._kernels.norm(x_TD, weight_D, eps)
+
+    def attention(
+        self,
+        of: Attention,
+        q_TD: Tensor,
+        k_TGd: Tensor,
+        v_TGd: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        new: Sequence[int],
+        caches: Sequence[KVCache] | None,
+    ) -> Tensor:
+        if caches is None or len(new) != q_TD.shape[0]:
+            return super().attention(of, q_TD, k_TGd, v_TGd, rotation, new, caches)
+        # One token of each sequence: all its steps in one call.
+        return self._kernels.attention(
+            q_TD,
+            k_TGd,
+            v_TGd,
+            of.query_norm_D,
+            of.key_norm_Gd,
+            *rotation,
+            keys=[cache.keys_LHCd for cache in caches],
+            values=[cache.values_LHCd for cache in caches],
+            lengths=[cache.length for cache in caches],
+            layer=of.layer,
+            eps=of.eps,
+            clip=of.clip,
+        )
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """See Operations.norm."""
+    if x_TD.dtype == torch.float32:
+        return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+    x32_TD = x_TD.float()
+    return weight_D * (x32_TD * torch.rsqrt(x32_TD.pow(2).mean(-1, keepdim=True) + eps)).to(x_TD.dtype)
+
+
+def rotate(x_THd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
+    """Rotary position embedding on half-split pairs: dimension i turns with dimension i + d/2."""
+    low, high = x_THd.chunk(2, dim=-1)
+    return x_THd * cos_T1d + torch.cat([-high, low], dim=-1) * sin_T1d
+
+
+def attend(q_NHd: Tensor, k_GSd: Tensor, v_GSd: Tensor) -> Tensor:
+    """Causal attention of the last N positions of one sequence over all its S; returns [N, H, d].
+
+    H may be a multiple of G (grouped queries). The mask is aligned to the end: query n sees S - N + n + 1 keys.
+    """
+    N, H, d = q_NHd.shape
+    G, S = k_GSd.shape[:2]
+    if N == 1:
+        # A lone query sees everything; a group's queries are then rows of one product over its kv head.
+        mixed = F.scaled_dot_product_attention(q_NHd.view(1, G, H // G, d), k_GSd[None], v_GSd[None])
+        return mixed.reshape(1, H, d)
+    mask = None if N == S else torch.ones(N, S, dtype=torch.bool, device=q_NHd.device).tril(S - N)
+    mixed = F.scaled_dot_product_attention(
+        q_NHd.transpose(0, 1)[None],
+        k_GSd[None],
+        v_GSd[None],
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=H != G,
+    )
+    return mixed[0].transpose(0, 1)
+
+
+def _attend_each(
+    layer: int,
+    q_THd: Tensor,
+    k_TGd: Tensor,
+    v_TGd: Tensor,
+    new: Sequence[int],
+    caches: Sequence[KVCache] | None,
+) -> Tensor:
+    """One sequence at a time: each has its own length, and none sees another."""
+    parts = zip(*(t.split(list(new)) for t in (q_THd, k_TGd, v_TGd)), strict=True)
+    mixed = []
+    for sequence, (q_NHd, k_NGd, v_NGd) in enumerate(parts):
+        if caches is not None:
+            k_GSd, v_GSd = caches[sequence].extend(layer, k_NGd, v_NGd)
+        else:
+            k_GSd, v_GSd = k_NGd.transpose(0, 1), v_NGd.transpose(0, 1)
+        mixed.append(attend(q_NHd, k_GSd, v_GSd))
+    return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
+
+
+def _attend_alike(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, length: int) -> Tensor:
+    """Fresh sequences of one length go through one call; what a training step is made of."""
+    q, k, v = (t.unflatten(0, (-1, length)).transpose(1, 2) for t in (q_THd, k_TGd, v_TGd))
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return mixed.transpose(1, 2).flatten(0, 1)
