@@ -1,33 +1,39 @@
 """The engines that are compared: each loads a checkpoint folder, and is fed token ids.
 
 An engine that is not installed raises ImportError when it is made. A further one is a class here and a line in ENGINES.
+
+Shape letters: B sequences, N new tokens of each, V vocabulary.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from minimoe.cache import KVCache
 from minimoe.engine import load
+from minimoe.experts import default_backend
 from minimoe.model import Batch
 from minimoe.probe import Phase
 
 
 class BenchEngine(ABC):
-    """One engine with a model loaded; it runs one sequence at a time.
+    """One engine with a model loaded; it runs several sequences of the same length side by side.
 
     Attributes:
         variants: the ways it can run the experts.
-        decode_only: those of them that cannot run a long prompt in reasonable memory.
+        most_tokens: the most tokens that a variant can take in one pass, where memory or the engine sets a limit.
+        most_sequences: the most sequences side by side.
     """
 
     variants: Sequence[str]
-    decode_only: Sequence[str] = ()
+    most_tokens: ClassVar[Mapping[str, int]] = {}
+    most_sequences: int = 1 << 20
 
     @abstractmethod
     def __init__(self, folder: Path, threads: int) -> None:
@@ -39,18 +45,18 @@ class BenchEngine(ABC):
         """Import all that loading needs, so that whoever times loading can do it first."""
 
     @abstractmethod
-    def begin(self, variant: str, capacity: int) -> None:
-        """Forget the sequence and start a new one of at most `capacity` tokens."""
+    def begin(self, variant: str, sequences: int, capacity: int) -> None:
+        """Forget everything and start new sequences of at most `capacity` tokens."""
 
     @abstractmethod
-    def feed(self, ids: Sequence[int]) -> Tensor:
-        """Run the sequence's next tokens in one pass; the logits [V] that follow the last of them."""
+    def feed(self, ids_BN: Sequence[Sequence[int]]) -> Tensor:
+        """Run the sequences' next tokens in one pass; the logits [B, V] that follow the last of each."""
 
 
 class MiniMoe(BenchEngine):
     """This engine, with the model's own top-k rule."""
 
-    variants = ("bucketed",)
+    variants = tuple(dict.fromkeys([default_backend(torch.bfloat16, torch.device("cpu")), "bucketed"]))
 
     @classmethod
     def prepare(cls) -> None:
@@ -60,23 +66,25 @@ class MiniMoe(BenchEngine):
         torch.set_num_threads(threads)
         self._engines = {variant: load(folder, backend=variant) for variant in self.variants}
 
-    def begin(self, variant: str, capacity: int) -> None:
+    def begin(self, variant: str, sequences: int, capacity: int) -> None:
         self._engine = self._engines[variant]
         model = self._engine.model
-        self._cache = KVCache(model.config, capacity, model.dtype, model.device)
+        self._caches = [KVCache(model.config, capacity, model.dtype, model.device) for _ in range(sequences)]
 
-    def feed(self, ids: Sequence[int]) -> Tensor:
-        phase: Phase = "decode" if self._cache.length and len(ids) == 1 else "prefill"
-        batch = Batch(torch.tensor(ids), [len(ids)], [self._cache], phase)
+    def feed(self, ids_BN: Sequence[Sequence[int]]) -> Tensor:
+        ids_BN = torch.tensor(ids_BN)
+        B, N = ids_BN.shape
+        phase: Phase = "decode" if self._caches[0].length and N == 1 else "prefill"
+        batch = Batch(ids_BN.flatten(), [N] * B, self._caches, phase)
         hidden_TD = self._engine.model.forward(batch, self._engine.router)
-        return self._engine.model.head(hidden_TD[-1:])[0]
+        return self._engine.model.head(hidden_TD[batch.last_rows])
 
 
 class Transformers(BenchEngine):
     """Hugging Face transformers, with each of the ways to run experts that it has on a CPU."""
 
     variants = ("eager", "grouped_mm", "batched_mm")
-    decode_only = ("batched_mm",)  # it copies three matrices for every token and expert
+    most_tokens: ClassVar[Mapping[str, int]] = {"batched_mm": 8}  # it copies three matrices for every token and expert
 
     @classmethod
     def prepare(cls) -> None:
@@ -93,14 +101,46 @@ class Transformers(BenchEngine):
         self._new_cache = DynamicCache
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
 
-    def begin(self, variant: str, capacity: int) -> None:
+    def begin(self, variant: str, sequences: int, capacity: int) -> None:
         self._model.set_experts_implementation(variant)
         self._cache = self._new_cache(config=self._model.config)
 
-    def feed(self, ids: Sequence[int]) -> Tensor:
+    def feed(self, ids_BN: Sequence[Sequence[int]]) -> Tensor:
         # By place: transformers 5 calls the fourth argument past_key_values in some versions and cache in others.
-        output = self._model(torch.tensor([ids]), None, None, self._cache, use_cache=True, logits_to_keep=1)
-        return output.logits[0, -1]
+        output = self._model(torch.tensor(ids_BN), None, None, self._cache, use_cache=True, logits_to_keep=1)
+        return output.logits[:, -1]
 
 
-ENGINES: dict[str, type[BenchEngine]] = {"minimoe": MiniMoe, "transformers": Transformers}
+class LlamaCpp(BenchEngine):
+    """llama.cpp through llama-cpp-python, on a GGUF file of the same bfloat16 weights, written beside the folder."""
+
+    variants = ("BF16",)
+    most_sequences = 1  # the Python class runs one sequence
+
+    @classmethod
+    def prepare(cls) -> None:
+        import llama_cpp  # noqa: F401
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        self.prepare()
+        import llama_cpp
+
+        from bench.gguf_file import write_gguf
+
+        self._api = llama_cpp
+        path = write_gguf(folder)
+        self._model = llama_cpp.Llama(
+            str(path), n_ctx=4096, n_batch=2048, n_threads=threads, n_threads_batch=threads, verbose=False
+        )
+
+    def begin(self, variant: str, sequences: int, capacity: int) -> None:
+        self._model.reset()
+
+    def feed(self, ids_BN: Sequence[Sequence[int]]) -> Tensor:
+        (ids,) = ids_BN
+        self._model.eval(ids)
+        logits = self._api.llama_get_logits_ith(self._model.ctx, -1)
+        return torch.tensor(logits[: self._model.n_vocab()])[None]
+
+
+ENGINES: dict[str, type[BenchEngine]] = {"minimoe": MiniMoe, "transformers": Transformers, "llama.cpp": LlamaCpp}

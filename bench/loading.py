@@ -59,8 +59,8 @@ def load_once(engine: str, folder: Path, threads: int) -> Loading:
     loaded = ENGINES[engine](folder, threads)
     middle = time.perf_counter()
     with torch.inference_mode():
-        loaded.begin(loaded.variants[0], 1)
-        loaded.feed([0])
+        loaded.begin(loaded.variants[0], 1, 1)
+        loaded.feed([[0]])
     end = time.perf_counter()
     return Loading(middle - start, end - start, baseline, peak_resident_bytes())
 

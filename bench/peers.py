@@ -1,7 +1,8 @@
 """How fast this engine is beside others on the same checkpoint, in bfloat16, with the same threads and tokens.
 
     python -m bench.peers                          # on the synthetic checkpoint, written first if need be
-    python -m bench.peers --model DIR --rounds 9 --save
+    python -m bench.peers --layers 16 --work "decode 1,prefill 512" --save
+    python -m bench.peers --model weights/tiny --work "decode 1"
 
 Before anything is timed the engines' logits are compared: a wrong engine is not fast. Then every engine takes its turn
 in every round, so that whatever else the machine does meets all of them. All engines get the same random tokens, new
@@ -11,29 +12,33 @@ ones in each round: experts that were just used would otherwise be read from the
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import re
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
 
+from bench.engines import ENGINES
+from bench.limits import Limits, measure
 from bench.report import Spread, at_least_one, machine, publish, table
-from bench.synthetic import DEFAULT_GATE_SCALE, DEFAULT_LAYERS, Recipe, default_folder, write
+from bench.synthetic import DEFAULT_GATE_SCALE, DEFAULT_LAYERS, OLMOE_1B_7B, Recipe, default_folder, write
 from bench.worker import EngineFailed, Task, Worker, open_worker, read_through
+from minimoe.config import ModelConfig
 from minimoe.errors import InputError
+from minimoe.flops import pass_bytes
 
 OURS = "minimoe"
-ENGINES = (OURS, "transformers")
+WARM_TOKENS = 512  # of a prompt that uses every expert
 # Measured on small synthetic models of 4 and 16 layers: bfloat16 keeps correct engines 0.01 and 0.02 apart; 7 experts
 # for 8, or another RoPE base, cost 0.05 and more, renormalised router weights 0.5. (The median, as a router's near tie
 # that falls the other way costs more on single tokens.)
@@ -42,32 +47,49 @@ MAX_ERROR = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What every engine does in a round: prefill a prompt, then decode after a short one. Counts of tokens."""
+    """What every engine does in a round, in tokens: prompts of so many sequences, then passes of one token of each.
 
-    prefill: int = 512
-    prompt: int = 8
-    new: int = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Speeds:
-    """Tokens per second of one contender, an engine and a way to run its experts.
-
-    Attributes:
-        error: relative L2 distance of its logits from this engine's first variant, median over the positions.
-        decode, prefill: None for prefill if the contender is for decoding only.
+    Without new tokens the prompts are timed, else what comes after them.
     """
 
-    error: float
-    decode: Spread
-    prefill: Spread | None
+    sequences: int
+    prompt: int
+    new: int = 0
+
+    @property
+    def timed_tokens(self) -> int:
+        return self.sequences * (self.new or self.prompt)
+
+
+WORKS = {
+    "decode 1": Work(sequences=1, prompt=8, new=32),
+    "decode 8": Work(sequences=8, prompt=8, new=16),
+    "decode 32": Work(sequences=32, prompt=8, new=8),
+    "prefill 512": Work(sequences=1, prompt=512),
+    "prefill 2048": Work(sequences=1, prompt=2048),
+}
+# How many times as fast as a peer this engine is meant to be with its fastest backend: OLMoE-1B-7B's shape, bfloat16,
+# 2 threads; and the embedded model.
+BARS = {
+    ("decode 1", "transformers"): 2.3,
+    ("decode 1", "llama.cpp"): 1.25,
+    ("decode 8", "transformers"): 2.0,
+    ("decode 32", "transformers"): 2.0,
+    ("prefill 512", "transformers"): 2.2,
+    ("prefill 512", "llama.cpp"): 8.0,
+    ("prefill 2048", "transformers"): 1.5,
+}
+LIMIT_BAR = 0.9  # of the read bandwidth, in decoding one sequence
+EMBEDDED_BARS = {("decode 1", "transformers"): 3.0}
+
+Speeds = Mapping[str, Mapping[str, Spread]]  # tokens per second, by work and by contender ("transformers eager")
 
 
 class Seats:
     """Opens engines' workers, ready and warm: all at once if memory holds that many models, else one at a time."""
 
-    def __init__(self, folder: Path, threads: int, work: Work, vocab_size: int, stack: ExitStack | None) -> None:
-        self._folder, self._threads, self._work, self._vocab_size = folder, threads, work, vocab_size
+    def __init__(self, folder: Path, threads: int, vocab_size: int, stack: ExitStack | None) -> None:
+        self._folder, self._threads, self._vocab_size = folder, threads, vocab_size
         self._stack = stack  # keeps workers open; None to close each after its turn
         self._open: dict[str, Worker] = {}
 
@@ -88,8 +110,8 @@ class Seats:
         read_through(self._folder)
         tokens = Tokens(self._vocab_size, seed=-1)
         for variant in worker.variants:
-            length = self._work.prompt if variant in worker.decode_only else self._work.prefill
-            worker.run(Task(variant, tokens.take(length), tokens.take(2)))
+            length = min(WARM_TOKENS, worker.most_tokens.get(variant, WARM_TOKENS))
+            worker.run(Task(variant, tokens.take(1, length), tokens.take(2, 1)))
 
 
 class Tokens:
@@ -99,46 +121,58 @@ class Tokens:
         self._vocab_size = vocab_size
         self._generator = torch.Generator().manual_seed(seed)
 
-    def take(self, count: int) -> list[int]:
-        return torch.randint(self._vocab_size, (count,), generator=self._generator).tolist()
+    def take(self, rows: int, columns: int) -> list[list[int]]:
+        return torch.randint(self._vocab_size, (rows, columns), generator=self._generator).tolist()
 
 
 def compare(
-    folder: Path, threads: int, rounds: int, work: Work = Work(), engines: Sequence[str] = ENGINES
-) -> tuple[dict[str, Speeds], dict[str, str]]:
-    """Speeds by contender ("transformers eager"), and why engines were skipped, by engine.
+    folder: Path,
+    threads: int,
+    rounds: int,
+    works: Mapping[str, Work] = WORKS,
+    engines: Sequence[str] = ENGINES,
+) -> tuple[Speeds, dict[str, float], dict[str, str]]:
+    """Speeds, the distance of every contender's logits from this engine's first variant, and why engines were skipped.
 
     Raises:
         EngineFailed: this engine cannot run the model, or a contender's logits are not those of the others.
         InputError: not a model folder.
     """
     vocab_size = _vocab_size(folder)
+    speeds: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in works}
     with ExitStack() as stack:
-        seats = Seats(folder, threads, work, vocab_size, stack if _fits_together(folder, len(engines)) else None)
-        errors, skipped = _check(seats, engines, Tokens(vocab_size, seed=0), work)
+        seats = Seats(folder, threads, vocab_size, stack if _fits_together(folder, len(engines)) else None)
+        errors, skipped = _check(seats, engines, Tokens(vocab_size, seed=0))
         present = [engine for engine in engines if engine not in skipped]
-        decode, prefill = defaultdict(list), defaultdict(list)
         for turn in track(range(rounds), "Measuring", console=Console(stderr=True), disable=not sys.stderr.isatty()):
             tokens = Tokens(vocab_size, seed=1 + turn)
-            long, short, new = tokens.take(work.prefill), tokens.take(work.prompt), tokens.take(work.new)
+            tasks = {
+                name: (work, tokens.take(work.sequences, work.prompt), tokens.take(work.new, work.sequences))
+                for name, work in works.items()
+            }
             first = turn % len(present)
             for engine in present[first:] + present[:first]:
                 with seats.worker(engine) as worker:
-                    for variant in worker.variants:
-                        name = f"{engine} {variant}"
-                        decode[name].append(work.new / worker.run(Task(variant, short, new)).decode)
-                        if variant not in worker.decode_only:
-                            prefill[name].append(work.prefill / worker.run(Task(variant, long, [])).prefill)
-    speeds = {
-        name: Speeds(error, Spread.of(decode[name]), Spread.of(prefill[name]) if name in prefill else None)
-        for name, error in errors.items()
-    }
-    return speeds, skipped
+                    for name, (work, prompts, steps) in tasks.items():
+                        for variant in _able(worker, work):
+                            times = worker.run(Task(variant, prompts, steps))
+                            seconds = times.decode if work.new else times.prefill
+                            speeds[name][f"{engine} {variant}"].append(work.timed_tokens / seconds)
+    spreads = {name: {who: Spread.of(values) for who, values in by.items()} for name, by in speeds.items()}
+    return spreads, errors, skipped
 
 
-def _check(seats: Seats, engines: Sequence[str], tokens: Tokens, work: Work) -> tuple[dict[str, float], dict[str, str]]:
+def _able(worker: Worker, work: Work) -> list[str]:
+    """The variants that can do a work at all."""
+    if work.sequences > worker.most_sequences:
+        return []
+    tokens = work.sequences * work.prompt
+    return [variant for variant in worker.variants if tokens <= worker.most_tokens.get(variant, tokens)]
+
+
+def _check(seats: Seats, engines: Sequence[str], tokens: Tokens) -> tuple[dict[str, float], dict[str, str]]:
     """The distance of every contender's logits from this engine's, and the engines that are not to be had."""
-    prompt, ids = tokens.take(work.prompt), tokens.take(work.new)
+    prompts, steps = tokens.take(1, 8), tokens.take(32, 1)
     logits_PV: dict[str, torch.Tensor] = {}
     skipped: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as place:
@@ -147,8 +181,8 @@ def _check(seats: Seats, engines: Sequence[str], tokens: Tokens, work: Work) -> 
                 with seats.worker(engine) as worker:
                     for variant in worker.variants:
                         file = Path(place) / f"{engine}-{variant}.pt"
-                        worker.run(Task(variant, prompt, ids, str(file)))
-                        logits_PV[f"{engine} {variant}"] = torch.load(file)
+                        worker.run(Task(variant, prompts, steps, str(file)))
+                        logits_PV[f"{engine} {variant}"] = torch.load(file)[:, 0]
             except EngineFailed as error:
                 if engine == OURS:
                     raise
@@ -169,13 +203,18 @@ def distance(a_PV: torch.Tensor, b_PV: torch.Tensor) -> float:
     return float(((a_PV - b_PV).norm(dim=1) / b_PV.norm(dim=1)).median())
 
 
-def ratios(speeds: Mapping[str, Spread]) -> dict[str, float]:
-    """Speed of each of this engine's variants over that of the fastest peer, by medians; above 1 is faster.
-
-    Empty without a peer.
-    """
-    peers = [spread.median for name, spread in speeds.items() if name.split()[0] != OURS]
-    return {name: spread.median / max(peers) for name, spread in speeds.items() if peers and name.split()[0] == OURS}
+def ratios(speeds: Mapping[str, Spread]) -> dict[str, dict[str, float]]:
+    """Of each of this engine's variants, its speed over that of each peer's fastest variant; above 1 is faster."""
+    best: dict[str, float] = {}
+    for name, spread in speeds.items():
+        peer = name.split()[0]
+        if peer != OURS:
+            best[peer] = max(best.get(peer, 0.0), spread.median)
+    return {
+        name: {peer: spread.median / speed for peer, speed in best.items()}
+        for name, spread in speeds.items()
+        if name.split()[0] == OURS
+    }
 
 
 def _vocab_size(folder: Path) -> int:
@@ -192,52 +231,104 @@ def _fits_together(folder: Path, models: int) -> bool:
     return available is not None and (models + 0.5) * size < int(available[1]) * 1024
 
 
-def _report(speeds: Mapping[str, Speeds], skipped: Mapping[str, str]) -> tuple[str, dict[str, dict[str, float]]]:
-    by_phase = {
-        "decode": {name: speed.decode for name, speed in speeds.items()},
-        "prefill": {name: speed.prefill for name, speed in speeds.items() if speed.prefill},
-    }
-    faster = {phase: ratios(spreads) for phase, spreads in by_phase.items()}
-    rows = [
-        [name, f"{speed.error:.4f}", speed.decode.text(), speed.prefill.text() if speed.prefill else "not run"]
-        for name, speed in speeds.items()
-    ]
-    lines = [table(["engine", "logits off by", "decode tokens/s", "prefill tokens/s"], rows), ""]
-    for phase, name in itertools.chain.from_iterable(((phase, name) for name in faster[phase]) for phase in faster):
-        lines.append(f"{phase}: {name} runs at {faster[phase][name]:.2f} times the speed of the best peer.")
-    lines += [f"Skipped {reason}" for reason in skipped.values()]
-    return "\n".join(lines), faster
+def read_fraction(config: ModelConfig, tokens_per_second: float, bandwidth: float) -> float:
+    """The part of the read bandwidth that decoding one sequence uses: its bytes of weights a token, times its speed."""
+    total = pass_bytes(config, experts_hit=config.num_layers * config.top_k, itemsize=2).total
+    return total * tokens_per_second / bandwidth
+
+
+def findings(speeds: Speeds, config: ModelConfig, bandwidth: float) -> list[dict[str, Any]]:
+    """How this engine compares in each work: with every peer, and with what the memory could deliver.
+
+    Bars are those of the first variant, the fastest, and of the two models that have any.
+    """
+    whole = config.hidden_size == OLMOE_1B_7B["hidden_size"]
+    bars: Mapping[tuple[str, str], float] = BARS if whole else EMBEDDED_BARS
+    found = []
+    for work, spreads in speeds.items():
+        for place, (name, by_peer) in enumerate(ratios(spreads).items()):
+            for peer, ratio in by_peer.items():
+                bar = bars.get((work, peer)) if place == 0 else None
+                found.append({"work": work, "engine": name, "against": peer, "value": ratio, "bar": bar})
+            if work == "decode 1" and whole:
+                value = read_fraction(config, spreads[name].median, bandwidth)
+                bar = LIMIT_BAR if place == 0 else None
+                found.append({"work": work, "engine": name, "against": "read bandwidth", "value": value, "bar": bar})
+    return found
+
+
+def _report(
+    speeds: Speeds,
+    errors: Mapping[str, float],
+    skipped: Mapping[str, str],
+    limits: Limits,
+    found: Sequence[Mapping[str, Any]],
+) -> str:
+    rows = []
+    for name, error in errors.items():
+        cells = [speeds[work][name].text() if name in speeds[work] else "not run" for work in speeds]
+        rows.append([name, f"{error:.4f}", *cells])
+    lines = ["Tokens per second:", "", table(["engine", "logits off by", *speeds], rows), ""]
+    if found:
+        lines += [table(["work", "engine", "against", "times as fast", "bar", ""], [_cells(f) for f in found]), ""]
+    lines.append(f"Read bandwidth {limits.bandwidth.text(1e-9)} GB/s, float32 {limits.float32.text(1e-9, 0)} GFLOP/s.")
+    return "\n".join([*lines, *(f"Skipped {reason}" for reason in skipped.values())])
+
+
+def _cells(finding: Mapping[str, Any]) -> list[str]:
+    bar, value = finding["bar"], finding["value"]
+    verdict = ["", ""] if bar is None else [str(bar), "met" if value >= bar else "missed"]
+    return [finding["work"], finding["engine"], finding["against"], f"{value:.2f}", *verdict]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", type=Path, help="a folder; by default the synthetic checkpoint of bench.synthetic")
-    parser.add_argument("--rounds", type=at_least_one, default=7, help="turns of each engine")
+    parser.add_argument("--layers", type=at_least_one, default=DEFAULT_LAYERS, help="of it; 16 is the whole model")
+    parser.add_argument("--work", help=f"comma list, by default all of: {', '.join(WORKS)}")
+    parser.add_argument("--engines", help=f"comma list, by default all of: {', '.join(ENGINES)}")
+    parser.add_argument("--rounds", type=at_least_one, default=5, help="turns of each engine")
     parser.add_argument("--threads", type=at_least_one, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--save", action="store_true", help="keep table and JSON under bench/results/")
     arguments = parser.parse_args()
+    works = {name: WORKS[name] for name in _chosen(parser, "--work", arguments.work, WORKS)}
+    engines = _chosen(parser, "--engines", arguments.engines, ENGINES)
     about = machine(arguments.threads)
-    folder = arguments.model or default_folder(DEFAULT_LAYERS, DEFAULT_GATE_SCALE)
-    work = Work()
+    folder = arguments.model or default_folder(arguments.layers, DEFAULT_GATE_SCALE)
     try:
         if arguments.model is None:
-            write(folder, Recipe())
-        speeds, skipped = compare(folder, arguments.threads, arguments.rounds, work)
+            write(folder, Recipe(changes={"num_hidden_layers": arguments.layers}))
+        limits = measure(arguments.threads, arguments.rounds)
+        speeds, errors, skipped = compare(folder, arguments.threads, arguments.rounds, works, engines)
     except InputError as error:
         parser.error(str(error))
     except EngineFailed as error:
         sys.exit(str(error))
-    text, faster = _report(speeds, skipped)
-    checkpoint = json.loads((folder / "config.json").read_text("utf-8"))
+    config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text("utf-8")))
+    found = findings(speeds, config, limits.bandwidth.median)
+    text = _report(speeds, errors, skipped, limits, found)
+    model = {"name": folder.name, "layers": config.num_layers, "dtype": "bfloat16"}
     result = {
         "machine": about,
-        "model": {"name": folder.name, "layers": checkpoint["num_hidden_layers"], "dtype": "bfloat16"},
-        "work": work,
+        "model": model,
+        "works": works,
         "speeds": speeds,
-        "faster": faster,
+        "errors": errors,
+        "findings": found,
+        "limits": limits,
         "skipped": skipped,
     }
-    publish("peers", text, result, arguments.save)
+    described = f"Model: {model['name']}, {model['layers']} layers, bfloat16. {arguments.rounds} rounds."
+    name = f"peers-{folder.name}" if arguments.model else f"peers-{config.num_layers}-layers"
+    publish(name, f"{text}\n\n{described}", result, arguments.save)
+
+
+def _chosen(parser: argparse.ArgumentParser, option: str, text: str | None, known: Iterable[str]) -> list[str]:
+    names = [name.strip() for name in text.split(",")] if text else list(known)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        parser.error(f"{option} does not know {unknown[0]!r}; choose from {', '.join(known)}.")
+    return names if option == "--work" or OURS in names else [OURS, *names]
 
 
 if __name__ == "__main__":

@@ -22,17 +22,19 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A fresh sequence: a prompt in one pass, then tokens one by one.
+    """Fresh sequences: their prompts in one pass, then token after token of each.
 
     Attributes:
         variant: how the engine runs its experts.
-        prompt, ids: token ids. The tokens are given, not chosen by the model, so that all engines do the same work.
-        logits_file: where to save the logits of every pass, float32 [1 + ids, V]; None to drop them.
+        prompts: token ids of B prompts of one length.
+        steps: the B tokens of each pass after it. They are given, not chosen by the model, so that all engines do the
+            same work.
+        logits_file: where to save the logits of every pass, float32 [1 + steps, B, V]; None to drop them.
     """
 
     variant: str
-    prompt: Sequence[int]
-    ids: Sequence[int]
+    prompts: Sequence[Sequence[int]]
+    steps: Sequence[Sequence[int]]
     logits_file: str | None = None
 
 
@@ -52,7 +54,7 @@ class Worker:
     """The parent's end.
 
     Attributes:
-        variants, decode_only: see BenchEngine.
+        variants, most_tokens, most_sequences: see BenchEngine.
 
     Raises:
         EngineFailed: the engine is not installed or could not load the model.
@@ -70,7 +72,8 @@ class Worker:
         )
         hello = self._receive()
         self.variants: list[str] = hello["variants"]
-        self.decode_only: list[str] = hello["decode_only"]
+        self.most_tokens: dict[str, int] = hello["most_tokens"]
+        self.most_sequences: int = hello["most_sequences"]
 
     def run(self, task: Task) -> Times:
         """Give the child its turn and wait for it."""
@@ -125,15 +128,16 @@ def _serve(name: str, folder: Path, threads: int, replies: TextIO) -> None:
     except Exception as error:  # whatever an engine raises, the parent names it and goes on without it
         reply({"failed": f"{type(error).__name__}: {error}"})
         return
-    reply({"variants": list(engine.variants), "decode_only": list(engine.decode_only)})
+    hello = {"variants": engine.variants, "most_tokens": engine.most_tokens, "most_sequences": engine.most_sequences}
+    reply(hello)
     for line in sys.stdin:
         task = Task(**json.loads(line))
         with torch.inference_mode():
-            engine.begin(task.variant, len(task.prompt) + len(task.ids))
+            engine.begin(task.variant, len(task.prompts), len(task.prompts[0]) + len(task.steps))
             start = time.perf_counter()
-            logits = [engine.feed(task.prompt)]
+            logits = [engine.feed(task.prompts)]
             middle = time.perf_counter()
-            logits += [engine.feed([i]) for i in task.ids]
+            logits += [engine.feed([[i] for i in step]) for step in task.steps]
             end = time.perf_counter()
         if task.logits_file:
             torch.save(torch.stack(logits).float(), task.logits_file)

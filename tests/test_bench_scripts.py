@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, OlmoeConfig
 
-from bench import loading, peers, report, startup, synthetic
-from bench.engines import ENGINES, MiniMoe
+from bench import limits, loading, peers, report, startup, synthetic
+from bench.engines import ENGINES, BenchEngine, MiniMoe
 from bench.loading import peak_resident_bytes
-from bench.peers import MAX_ERROR, Speeds, Work, compare, distance, ratios
+from bench.peers import MAX_ERROR, Work, compare, distance, ratios
 from bench.report import Spread
 from bench.startup import Command, CommandFailed, wall_seconds
 from bench.synthetic import OLMOE_1B_7B, Recipe
@@ -43,7 +43,7 @@ SMALL = {
     "vocab_size": 512,
     "max_position_embeddings": 256,
 }
-WORK = Work(prefill=64, prompt=8, new=16)
+WORKS = {"read": Work(1, 64), "write": Work(1, 8, 16), "write 2": Work(2, 8, 4)}
 
 
 @pytest.fixture(autouse=True)
@@ -144,19 +144,37 @@ def test_the_synthetic_tokenizer_reads_any_text_and_has_the_models_size(small: P
     assert [(token["content"], token["id"]) for token in added] == [("<|endoftext|>", OLMOE_1B_7B["eos_token_id"])]
 
 
+def logits_of(engine: BenchEngine, variant: str, ids_BN: torch.Tensor, prompt: int) -> torch.Tensor:
+    """[passes, B, V] of a prompt in one pass and then one token of each sequence after another."""
+    with torch.inference_mode():
+        engine.begin(variant, len(ids_BN), ids_BN.shape[1])
+        rows = [engine.feed(ids_BN[:, :prompt].tolist())]
+        rows += [engine.feed(ids_B1.tolist()) for ids_B1 in ids_BN[:, prompt:].split(1, dim=1)]
+    return torch.stack(rows).float()
+
+
 def test_every_variant_of_every_engine_computes_the_same_logits(small: Path) -> None:
-    ids = torch.randint(512, (24,), generator=torch.Generator().manual_seed(0)).tolist()
+    ids_BN = torch.randint(512, (2, 24), generator=torch.Generator().manual_seed(0))
     logits: dict[str, torch.Tensor] = {}
-    for name, engine_class in ENGINES.items():
-        engine = engine_class(small, threads=1)
+    for name in ("minimoe", "transformers"):
+        engine = ENGINES[name](small, threads=1)
         for variant in engine.variants:
-            with torch.inference_mode():
-                engine.begin(variant, len(ids))
-                rows = [engine.feed(ids[:16]), *(engine.feed([i]) for i in ids[16:])]
-            logits[f"{name} {variant}"] = torch.stack(rows).float()
-    assert len(logits) == 4
-    for values_PV in logits.values():
-        assert distance(values_PV, logits["minimoe bucketed"]) < MAX_ERROR / 3
+            logits[f"{name} {variant}"] = logits_of(engine, variant, ids_BN, prompt=16)
+            alone = logits_of(engine, variant, ids_BN[1:], prompt=16)
+            assert distance(alone[:, 0], logits[f"{name} {variant}"][:, 1]) < MAX_ERROR / 3
+    assert len(logits) == len(MiniMoe.variants) + 3
+    reference, *others = logits.values()
+    for values in others:
+        assert distance(values.flatten(0, 1), reference.flatten(0, 1)) < MAX_ERROR / 3
+
+
+def test_llama_cpp_computes_the_same_logits(small: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    ids_BN = torch.randint(512, (1, 24), generator=torch.Generator().manual_seed(0))
+    got = logits_of(ENGINES["llama.cpp"](small, threads=1), "BF16", ids_BN, prompt=16)
+    expected = logits_of(MiniMoe(small, threads=1), "bucketed", ids_BN, prompt=16)
+    assert distance(got[:, 0], expected[:, 0]) < MAX_ERROR / 3
 
 
 def test_an_engine_that_renormalises_is_noticed(small: Path, tmp_path: Path) -> None:
@@ -166,13 +184,10 @@ def test_an_engine_that_renormalises_is_noticed(small: Path, tmp_path: Path) -> 
     raw = json.loads((small / "config.json").read_text())
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps({**raw, "norm_topk_prob": True}))
-    ids = torch.randint(512, (48,), generator=torch.Generator().manual_seed(0)).tolist()
+    ids_BN = torch.randint(512, (1, 48), generator=torch.Generator().manual_seed(0))
 
     def logits_PV(folder: Path) -> torch.Tensor:
-        engine = MiniMoe(folder, threads=1)
-        engine.begin("bucketed", len(ids))
-        with torch.inference_mode():
-            return torch.stack([engine.feed([i]) for i in ids]).float()
+        return logits_of(MiniMoe(folder, threads=1), "bucketed", ids_BN, prompt=1)[:, 0]
 
     assert distance(logits_PV(tmp_path), logits_PV(small)) > MAX_ERROR
 
@@ -184,13 +199,14 @@ class FakeWorker:
     engine: str
     off: float = 0.0  # what is added to its logits
     variants: Sequence[str] = ("fast", "slow")
-    decode_only: Sequence[str] = ("slow",)
+    most_tokens: Mapping[str, int] = field(default_factory=lambda: {"slow": 8})
+    most_sequences: int = 2
     tasks: list[Task] = field(default_factory=list)
 
     def run(self, task: Task) -> Times:
         self.tasks.append(task)
         if task.logits_file:
-            torch.save(torch.ones(1 + len(task.ids), 4) + self.off, task.logits_file)
+            torch.save(torch.ones(1 + len(task.steps), 1, 4) + self.off, task.logits_file)
         return Times(prefill=2.0, decode=0.5 if task.variant == "fast" else 4.0)
 
 
@@ -211,65 +227,97 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[FakeWorker]:
 
 
 def test_engines_take_turns_on_the_same_fresh_tokens(small: Path, opened: list[FakeWorker]) -> None:
-    speeds, skipped = compare(small, threads=1, rounds=3, work=WORK, engines=("minimoe", "absent", "other"))
+    speeds, errors, skipped = compare(small, 1, rounds=3, works=WORKS, engines=("minimoe", "absent", "other"))
     assert skipped == {"absent": "absent: not installed"}
+    assert set(errors.values()) == {0.0}
     assert [worker.engine for worker in opened] == ["minimoe", "other"]
-    assert speeds["other fast"] == Speeds(0.0, Spread.of([WORK.new / 0.5] * 3), Spread.of([WORK.prefill / 2.0] * 3))
-    assert speeds["minimoe slow"] == Speeds(0.0, Spread.of([WORK.new / 4.0] * 3), None)
+    assert speeds["read"] == {f"{who} fast": Spread.of([64 / 2.0] * 3) for who in ("minimoe", "other")}
+    assert speeds["write"]["other fast"] == Spread.of([16 / 0.5] * 3)
+    assert speeds["write"]["minimoe slow"] == Spread.of([16 / 4.0] * 3)
+    assert speeds["write 2"] == {f"{who} fast": Spread.of([2 * 4 / 0.5] * 3) for who in ("minimoe", "other")}
 
     ours, others = ([task for task in worker.tasks if task.logits_file is None] for worker in opened)
     assert ours == others
-    timed = [task for task in ours if task.variant == "fast" and len(task.ids) != 2]  # two ids: the warm-up
-    assert [(len(task.prompt), len(task.ids)) for task in timed] == [(WORK.prompt, WORK.new), (WORK.prefill, 0)] * 3
-    assert len({tuple(task.prompt) for task in timed}) == 6
-    assert all(len(task.prompt) == WORK.prompt for task in ours if task.variant == "slow")
+    timed = [task for task in ours if task.variant == "fast" and len(task.steps) != 2]  # two steps: the warm-up
+    shapes = [(len(task.prompts), len(task.prompts[0]), len(task.steps)) for task in timed]
+    assert shapes == [(1, 64, 0), (1, 8, 16), (2, 8, 4)] * 3
+    assert len({str(task.prompts) for task in timed}) == 9
+    assert all(len(step) == len(task.prompts) for task in timed for step in task.steps)
+    # "slow" takes 8 tokens in a pass at most.
+    assert all(len(task.prompts) * len(task.prompts[0]) <= 8 for task in ours if task.variant == "slow")
 
 
 def test_models_that_do_not_fit_together_are_loaded_one_at_a_time(
     small: Path, opened: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "_fits_together", lambda folder, models: False)
-    compare(small, threads=1, rounds=2, work=WORK, engines=("minimoe", "other"))
+    compare(small, threads=1, rounds=2, works=WORKS, engines=("minimoe", "other"))
     # First to compare logits, then a turn in each round; the second round begins with the other.
     assert [worker.engine for worker in opened] == ["minimoe", "other", "minimoe", "other", "other", "minimoe"]
-    assert all(len(worker.tasks[0].prompt) == WORK.prefill for worker in opened)  # each is warmed up
+    assert all(len(worker.tasks[0].prompts[0]) == peers.WARM_TOKENS for worker in opened)  # each is warmed up
 
 
 def test_nothing_is_timed_when_logits_differ(small: Path, opened: list[FakeWorker]) -> None:
     with pytest.raises(EngineFailed, match=r"nothing was timed: wrong fast by nan, wrong slow by nan"):
-        compare(small, threads=1, rounds=1, work=WORK, engines=("minimoe", "wrong"))
-    assert all(task.logits_file or len(task.ids) == 2 for worker in opened for task in worker.tasks)
+        compare(small, threads=1, rounds=1, works=WORKS, engines=("minimoe", "wrong"))
+    assert all(task.logits_file or len(task.steps) == 2 for worker in opened for task in worker.tasks)
 
 
 def test_this_engine_must_run(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "OURS", "absent")
     with pytest.raises(EngineFailed, match="absent: KeyError"):
-        compare(small, threads=1, rounds=1, work=WORK, engines=("absent",))
+        compare(small, threads=1, rounds=1, engines=("absent",))
     with pytest.raises(InputError, match=r"not a model folder"):
         compare(tmp_path, threads=1, rounds=1)
 
 
 def test_a_worker_computes_what_its_engine_computes(small: Path, tmp_path: Path) -> None:
-    engine = MiniMoe(small, threads=1)
-    engine.begin("bucketed", 5)
-    with torch.inference_mode():
-        expected_PV = torch.stack([engine.feed([7, 8, 9]), engine.feed([10]), engine.feed([11])]).float()
+    ids_BN = torch.tensor([[7, 8, 9, 10, 11], [1, 2, 3, 4, 5]])
+    expected = logits_of(MiniMoe(small, threads=1), "bucketed", ids_BN, prompt=3)
     with open_worker("minimoe", small, threads=1) as worker:
-        times = worker.run(Task("bucketed", [7, 8, 9], [10, 11], str(tmp_path / "logits.pt")))
+        assert worker.variants == list(MiniMoe.variants)
+        prompts, steps = ids_BN[:, :3].tolist(), ids_BN[:, 3:].T.tolist()
+        times = worker.run(Task("bucketed", prompts, steps, str(tmp_path / "logits.pt")))
         assert 0 < times.prefill < 60
         assert 0 < times.decode < 60
         with pytest.raises(EngineFailed, match="ended with code 1"):
-            worker.run(Task("no such variant", [7], []))
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected_PV)
+            worker.run(Task("no such variant", [[7]], []))
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected)
 
 
-def test_the_ratio_is_to_the_fastest_peer() -> None:
-    speeds = {
-        name: Spread(median, 0, 0, 1)
-        for name, median in {"minimoe bucketed": 6.0, "minimoe native": 9.0, "one a": 3.0, "one b": 4.0}.items()
+SPREADS = {
+    name: Spread(median, 0, 0, 1)
+    for name, median in {"minimoe native": 9.0, "minimoe bucketed": 6.0, "one a": 3.0, "one b": 4.0, "two c": 9}.items()
+}
+
+
+def test_the_ratio_is_to_the_fastest_variant_of_each_peer() -> None:
+    assert ratios(SPREADS) == {
+        "minimoe native": {"one": 2.25, "two": 1},
+        "minimoe bucketed": {"one": 1.5, "two": 6 / 9},
     }
-    assert ratios(speeds) == {"minimoe bucketed": 1.5, "minimoe native": 2.25}
-    assert ratios({"minimoe bucketed": speeds["minimoe bucketed"]}) == {}
+    assert ratios({"minimoe native": SPREADS["minimoe native"]}) == {"minimoe native": {}}
+
+
+def test_bars_are_for_the_fastest_backend_and_the_whole_models_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "BARS", {("decode 1", "one"): 2.5})
+    config = Recipe(changes={"num_hidden_layers": 16}).config
+    # By hand: 16 layers of 8 experts of 3 x 2048 x 1024 and of 4 x 2048 x 2048 in attention, a head, 2 bytes each.
+    token_bytes = 2 * (16 * (8 * 3 * 2048 * 1024 + 4 * 2048 * 2048) + 50304 * 2048)
+    found = peers.findings({"decode 1": SPREADS}, config, bandwidth=token_bytes * 10)
+    by_name = {(f["engine"].split()[1], f["against"]): (f["value"], f["bar"]) for f in found}
+    assert by_name["native", "one"] == (2.25, 2.5)
+    assert by_name["bucketed", "one"] == (1.5, None)
+    assert by_name["native", "two"] == (1.0, None)
+    assert by_name["native", "read bandwidth"] == (pytest.approx(0.9, rel=0.01), 0.9)
+    tiny = peers.findings({"decode 1": SPREADS}, replace(config, hidden_size=256), bandwidth=1e9)
+    assert {f["against"] for f in tiny} == {"one", "two"}
+
+
+def test_the_limits_are_measured() -> None:
+    limits.read_loop()(torch.ones(2**14 + 12, dtype=torch.int64), 1)
+    limit = limits.measure(1, rounds=1, read_bytes=1 << 20, size=128)
+    assert all(spread.median > 0 for spread in (limit.bandwidth, limit.float32, limit.bfloat16))
 
 
 def test_the_distance_is_relative_and_a_median() -> None:
