@@ -18,7 +18,7 @@ Progress = Callable[[int, int], None]  # bytes read so far, bytes to read in all
 
 
 def is_cold(path: Path) -> bool:
-    """Whether some of a file is not in the page cache, judged by places spread evenly over it; reads nothing.
+    """Whether some of a file is not in the page cache, judged by places spread evenly over it.
 
     A system that cannot tell (not Linux, or a file system without support) counts as warm.
     """
