@@ -78,7 +78,8 @@ inline float sum(Floats v) {
 }
 
 // out[r * TOKENS + n] += w[r] . x[n] for R rows `stride` apart and N packed tokens, over n_places places. Rows that
-// come from memory are FRESH: the same places of rows further on are then asked for ahead.
+// come from memory are FRESH: the same places of rows further on are then asked for ahead, to be used once and not to
+// drive what the rest of a step needs out of the larger caches.
 template <class W, int R, int N, bool FRESH>
 inline void dots(const W *w, int64_t stride, const float *const *x, int64_t from, int64_t n_places, float *out) {
     Floats sums[R][N] = {};
@@ -86,7 +87,7 @@ inline void dots(const W *w, int64_t stride, const float *const *x, int64_t from
     for (int64_t i = from; i < from + whole; i += STEP) {
         Floats rows[R];
         for (int r = 0; r < R; r++) {
-            if (FRESH) __builtin_prefetch(w + (r + AHEAD * R) * stride + i);
+            if (FRESH) __builtin_prefetch(w + (r + AHEAD * R) * stride + i, 0, 0);
             rows[r] = first(w + r * stride + i);
         }
         for (int n = 0; n < N; n++) {
