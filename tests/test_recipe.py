@@ -22,12 +22,14 @@ RECIPE = ROOT / "weights" / "recipe"
 CORPUS = ROOT.parent / "shared" / "data" / "corpus"
 sys.path.insert(0, str(RECIPE))
 
+import bits as bits  # noqa: E402
 import data  # noqa: E402
 import evaluate  # noqa: E402
 import export  # noqa: E402
 import losses  # noqa: E402
 import muon  # noqa: E402
 import parameters  # noqa: E402
+import router_health  # noqa: E402
 import tokenizer as recipe_tokenizer  # noqa: E402
 import train  # noqa: E402
 from experts import TrainingExperts  # noqa: E402
@@ -35,6 +37,7 @@ from experts import TrainingExperts  # noqa: E402
 from minimoe.config import ModelConfig  # noqa: E402
 from minimoe.experts import ExpertWeights, find_backend  # noqa: E402
 from minimoe.model import Batch, Olmoe  # noqa: E402
+from minimoe.probe import Probe  # noqa: E402
 from minimoe.routers import ROUTERS, RouterContext  # noqa: E402
 from minimoe.routing import Routing  # noqa: E402
 
@@ -113,7 +116,7 @@ def test_a_run_in_two_parts_equals_one_run_bit_for_bit(corpus: Path, tiny: Path,
 
     def log(folder: Path) -> list[dict[str, float]]:
         lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-        return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
+        return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
 
     assert log(tmp_path) == log(run)
     assert [line["step"] for line in log(run)] == list(range(1, 11))
@@ -338,16 +341,16 @@ def test_the_exported_folder_gives_the_same_loss_in_transformers(tiny: Path, run
     export.export(run / "checkpoint.pt", tiny / "config.json", tiny / "tokenizer.json", tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ids = AutoTokenizer.from_pretrained(tmp_path)("the old fox slept near my house", return_tensors="pt").input_ids
-    model, ours_tokenizer = evaluate.load(tmp_path)
-    assert ours_tokenizer.encode("the old fox slept near my house").ids == ids[0].tolist()
+    measured = evaluate.Measurement(tmp_path, tmp_path, context=64, sample_bytes=0)
+    assert measured.tokenizer.encode("the old fox slept near my house").ids == ids[0].tolist()
     with torch.no_grad():
         expected = float(theirs(ids, labels=ids).loss)
-    bits = evaluate.total_bits(model, [ids[0].tolist()], 64, losses.RouterLosses())
-    assert bits * math.log(2) / (ids.shape[1] - 1) == pytest.approx(expected, rel=1e-5)
+    told = bits.total_bits(measured.model, [ids[0].tolist()], 64, Probe())
+    assert told * math.log(2) / (ids.shape[1] - 1) == pytest.approx(expected, rel=1e-5)
     assert (
         theirs.config.eos_token_id
         == theirs.generation_config.eos_token_id
-        == ours_tokenizer.token_to_id(data.SEPARATOR)
+        == measured.tokenizer.token_to_id(data.SEPARATOR)
     )
 
 
@@ -382,7 +385,7 @@ def test_the_recipe_has_every_feature_of_olmoe_and_fits_in_48_mb() -> None:
 def test_every_token_but_the_first_is_scored_once(tokens: int) -> None:
     ids = list(range(100, 100 + tokens))
     scored: list[int] = []
-    for part, skip in evaluate.windows(ids, 8):
+    for part, skip in bits.windows(ids, 8):
         assert len(part) - 1 <= 8
         assert skip == 0 or skip >= 4  # from the second window on, half a window of context or more
         scored += part[1:][skip:]
@@ -398,43 +401,10 @@ def test_a_short_document_costs_what_one_pass_says(tiny: Path, run: Path) -> Non
     for ids in streams:
         logits = model.head(model.forward(Batch(torch.tensor(ids[:-1]), [len(ids) - 1]), ROUTERS["top_k"]()))
         expected += float(F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum")) / math.log(2)
-    load = evaluate.LoadCount(2, 8)
-    assert evaluate.total_bits(model, streams, 64, load) == pytest.approx(expected, rel=1e-5)
+    health = router_health.RouterHealth(2, 8)
+    assert bits.total_bits(model, streams, 64, health) == pytest.approx(expected, rel=1e-5)
     tokens = sum(len(ids) - 1 for ids in streams)
-    assert load.counts_LE.sum(dim=1).tolist() == [2 * tokens] * 2
-
-
-def test_the_smallest_share_is_relative_to_an_even_load() -> None:
-    load = evaluate.LoadCount(1, 4)
-    logits_TE = torch.tensor([[9.0, 0, 0, 0], [9.0, 0, 0, 0], [0, 9.0, 0, 0], [0, 0, 9.0, 0]])
-    load.routed(0, top_k_routing(logits_TE, 1), logits_TE)
-    assert load.smallest_shares() == [0.0]
-    logits_TE = torch.tensor([[0, 0, 0, 9.0]]).repeat(4, 1)
-    load.routed(0, top_k_routing(logits_TE, 1), logits_TE)
-    # Eight pairs: 2, 1, 1 and 4; a fair share is 2.
-    assert load.smallest_shares() == [0.5]
-
-
-def test_the_report_measures_bytes_and_xz_of_the_held_out_documents(
-    corpus: Path, tiny: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    export.export(run / "checkpoint.pt", tiny / "config.json", tiny / "tokenizer.json", tmp_path)
-    prompt = "User: tea\nAssistant:"
-    arguments = [str(tmp_path), "--corpus", str(corpus), "--context", "32", "--prompt", prompt, "--prompt", prompt]
-    evaluate.main(arguments)
-    report = json.loads(capsys.readouterr().out)
-    _, held_out = data.split(data.read_documents(corpus / "stories.txt.xz"))
-    stories = report["domains"]["stories"]
-    assert stories["documents"] == len(held_out) >= 1
-    assert stories["bytes"] == len("".join(held_out))
-    assert stories["xz_bits_per_byte"] == pytest.approx(8 * evaluate.xz_size(held_out) / stories["bytes"], abs=1e-3)
-    ratio = stories["bits_per_byte"] / stories["xz_bits_per_byte"]
-    assert stories["below_xz_percent"] == pytest.approx(100 * (1 - ratio), abs=0.1)
-    assert 0 < stories["bits_per_byte"] < 8
-    assert len(report["smallest_expert_share_by_layer"]) == 2
-    first, second = report["samples"]
-    assert first == second  # the seed decides
-    assert first.startswith(prompt)
+    assert health.load_LE.sum(dim=1).tolist() == [2 * tokens] * 2
 
 
 @pytest.mark.skipif(shutil.which("xz") is None, reason="needs the xz program")
@@ -442,4 +412,4 @@ def test_the_size_is_that_of_the_xz_program() -> None:
     texts = documents(3, 400)
     joined = f"\n{data.SEPARATOR}\n".join(texts).encode()
     packed = subprocess.run(["xz", "-9e", "-c"], input=joined, capture_output=True, check=True).stdout
-    assert evaluate.xz_size(texts) == pytest.approx(len(packed), abs=32)
+    assert bits.xz_size(texts) == pytest.approx(len(packed), abs=32)
