@@ -54,8 +54,8 @@ def size(measured: Measured) -> str:
     parameters, run = measured["parameters"], measured["training"]
     return (
         f"{parameters['total'] / 1e6:.1f} million parameters, of which {parameters['active'] / 1e6:.1f} million are "
-        f"used for a token (embedding rows apart). Trained for {run['steps']:,} steps on {run['tokens'] / 1e6:.1f} million "
-        f"tokens, in {run['seconds'] / 60:.0f} minutes by the clock.\n"
+        f"used for a token (embedding rows apart). Trained for {run['steps']:,} steps on {run['tokens'] / 1e6:.1f} "
+        f"million tokens, in {run['seconds'] / 60:.0f} minutes by the clock.\n"
     )
 
 

@@ -1,6 +1,6 @@
 """Train candidates for the same processor time and compare their held-out bits per byte.
 
-Run: python weights/recipe/search.py --seconds 200 base vocabulary-8192
+Run: python weights/recipe/search.py base vocabulary-4096
 
 Processor time, not the clock: other programs on the machine then change nothing. Each candidate gets one thread, so
 on two cores the script may run twice side by side. Every run has its own complete schedule (warm-up, plateau, fall).
@@ -31,22 +31,15 @@ from minimoe.probe import Probe
 # What each candidate changes: keys of config.json, or options of train.py.
 CANDIDATES: Mapping[str, Mapping[str, Any]] = {
     "base": {},
-    "vocabulary-8192": {"vocab_size": 8192},
+    "vocabulary-4096": {"vocab_size": 4096},
     "batch-2048": {"tokens": 2048},
     "batch-8192": {"tokens": 8192},
     "muon-lr-0.01": {"muon_lr": 0.01},
     "muon-lr-0.04": {"muon_lr": 0.04},
     "adam-lr-double": {"adam_lr": 0.01, "embed_lr": 0.04},
-    "layers-6": {"num_hidden_layers": 6},
-    "experts-of-96": {"intermediate_size": 96},
-    "width-192-layers-6": {
-        "hidden_size": 192,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 3,
-        "num_hidden_layers": 6,
-    },
+    "layers-5": {"num_hidden_layers": 5},
+    "experts-of-80": {"intermediate_size": 80},
 }
-TIMED_STEPS = 4  # the first steps tell how many fit into the time
 DECAY_PART = 0.4
 
 
@@ -60,12 +53,11 @@ def train(changes: Mapping[str, Any], options: argparse.Namespace) -> tuple[Run,
     streams = training_streams(options.corpus, tokenizer, options.work / "tokens")
     run = Run(ModelConfig.from_hf(raw), Mixture(streams, SHARES, settings.seed), settings)
     began = time.process_time()
-    for _ in range(TIMED_STEPS):
-        run.step()
-    settings.steps = round(options.seconds * TIMED_STEPS / (time.process_time() - began))
-    settings.decay_steps = round(DECAY_PART * settings.steps)
     while run.steps_done < settings.steps:
         run.step()
+        if run.steps_done < (1 - DECAY_PART) * settings.steps:  # the end is still open: plan it from the pace so far
+            settings.steps = round(options.seconds * run.steps_done / (time.process_time() - began))
+            settings.decay_steps = round(DECAY_PART * settings.steps)
     seconds = time.process_time() - began
     tokens = run.steps_done * settings.tokens
     facts = {"seconds": round(seconds), "steps": run.steps_done, "tokens": tokens, "rate": round(tokens / seconds)}
@@ -88,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("candidates", nargs="+", choices=CANDIDATES, metavar="candidate", help=", ".join(CANDIDATES))
     parser.add_argument("--corpus", type=Path, default=Path("../shared/data/corpus"))
     parser.add_argument("--work", type=Path, default=RECIPE / "work", help="holds tokenizer-<size>.json and tokens/")
-    parser.add_argument("--seconds", type=float, default=200, help="processor time of one run")
-    parser.add_argument("--bytes", type=int, default=25_000, help="held-out text of each domain")
+    parser.add_argument("--seconds", type=float, default=170, help="processor time of one run")
+    parser.add_argument("--bytes", type=int, default=20_000, help="held-out text of each domain")
     options = parser.parse_args(argv)
     keep_freed_memory()
     torch.set_num_threads(1)

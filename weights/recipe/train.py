@@ -30,6 +30,7 @@ from losses import RouterLosses, head_loss
 from muon import Muon
 from parameters import checkpoint_weights, create, is_matrix
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from minimoe.config import ModelConfig
 from minimoe.model import Batch, Olmoe
