@@ -22,7 +22,8 @@ RECIPE = ROOT / "weights" / "recipe"
 CORPUS = ROOT.parent / "shared" / "data" / "corpus"
 sys.path.insert(0, str(RECIPE))
 
-import bits as bits  # noqa: E402
+import bits  # noqa: E402
+import cloze  # noqa: E402
 import data  # noqa: E402
 import evaluate  # noqa: E402
 import export  # noqa: E402
@@ -413,3 +414,67 @@ def test_the_size_is_that_of_the_xz_program() -> None:
     joined = f"\n{data.SEPARATOR}\n".join(texts).encode()
     packed = subprocess.run(["xz", "-9e", "-c"], input=joined, capture_output=True, check=True).stdout
     assert bits.xz_size(texts) == pytest.approx(len(packed), abs=32)
+
+
+# The whole measurement
+
+
+@pytest.fixture(scope="module")
+def told(tiny: Path, run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of short tales, and beside it the toy model as exported and measured on it."""
+    folder = tmp_path_factory.mktemp("told")
+    for seed, domain in enumerate(data.SHARES):
+        tales = [". ".join(documents(1000 * seed + i, 12)) for i in range(200)]
+        (folder / f"{domain}.txt.xz").write_bytes(lzma.compress(f"\n{data.SEPARATOR}\n".join(tales).encode()))
+    model = folder / "model"
+    export.export(run / "checkpoint.pt", tiny / "config.json", tiny / "tokenizer.json", model)
+    cloze.main(["--corpus", str(folder), "--out", str(model / "cloze"), "--items", "5"])
+    options = ["--context", "64", "--sample-bytes", "1000", "--log", str(run / "log.jsonl")]
+    evaluate.main([str(model), "--corpus", str(folder), *options])
+    return model
+
+
+def test_everything_on_the_card_is_measured(told: Path, run: Path) -> None:
+    measured = json.loads((told / "measured.json").read_text())
+    _, held_out = data.split(data.read_documents(told.parent / "stories.txt.xz"))
+    stories = measured["domains"]["stories"]
+    assert stories["documents"] == len(held_out) >= 1
+    assert stories["bytes"] == len("".join(held_out))
+    assert stories["xz_bits_per_byte"] == pytest.approx(8 * bits.xz_size(held_out) / stories["bytes"])
+    assert stories["below_xz"] == pytest.approx(1 - stories["bits_per_byte"] / stories["xz_bits_per_byte"])
+    assert measured["training"]["steps"] == 10
+    assert measured["training"]["tokens"] == 1280
+    assert measured["files"]["tokenizer.json"] == hashlib.sha256((told / "tokenizer.json").read_bytes()).hexdigest()
+    assert "cloze/poetry.jsonl" in measured["files"]
+    rules = measured["rules"]
+    assert rules["top_k"]["mean_k"] == [2, 2]
+    assert rules["same_mean_k"]["mean_k"] == pytest.approx(rules["elbow"]["mean_k"], rel=0.05)
+    for rule in rules.values():
+        assert rule["items"] == sum(len(path.read_text().splitlines()) for path in (told / "cloze").iterdir())
+        assert min(domain["items"] for domain in rule["domains"].values()) >= 1
+        assert rule["right"] == sum(domain["right"] for domain in rule["domains"].values())
+        assert sum(rule["k"][0]) == pytest.approx(1)
+    # The sample is part of the whole, so the two figures are near each other.
+    assert rules["top_k"]["domains"]["stories"]["bits_per_byte"] == pytest.approx(stories["bits_per_byte"], rel=0.2)
+    text = (told / "README.md").read_text()
+    assert f"| stories | {len(held_out)} |" in text
+    assert "<!-- measured:" not in text
+
+
+def test_parameters_in_use_are_those_of_eight_experts(told: Path) -> None:
+    # Two layers: 8 experts of 3 x 32 x 16, 2 in use; attention 4 x 32 x 32; gate 8 x 32; norms 4 x 32; a last norm.
+    shared = 2 * (4 * 32 * 32 + 8 * 32 + 4 * 32) + 32 + 300 * 32
+    counted = json.loads((told / "measured.json").read_text())["parameters"]
+    assert counted == {
+        "total": shared + 300 * 32 + 2 * 8 * 3 * 32 * 16,
+        "active": shared + 2 * 2 * 3 * 32 * 16,
+    }
+
+
+def test_the_sample_grows_with_its_size_and_keeps_file_order(told: Path) -> None:
+    everything = bits.held_out(told.parent, "poetry")
+    assert everything == data.split(data.read_documents(told.parent / "poetry.txt.xz"))[1]
+    some = bits.held_out(told.parent, "poetry", 1500)
+    assert 0 < len(some) < len(everything)
+    assert some == [document for document in everything if document in some]
+    assert set(bits.held_out(told.parent, "poetry", 500)) <= set(some)

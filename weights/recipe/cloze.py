@@ -21,7 +21,6 @@ from typing import Any
 
 from data import SHARES, read_documents, split
 
-ITEMS = 200  # a domain
 PASSAGE = range(150, 301)  # bytes
 ENDING = range(30, 101)  # bytes
 ALIKE = 0.2  # how far a false ending's length may be from the true one's, as a part of it
@@ -92,11 +91,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, default=Path("../shared/data/corpus"))
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--items", type=int, default=200, help="of each domain, if its text has so many")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     for domain in SHARES:
         _, held_out = split(read_documents(options.corpus / f"{domain}.txt.xz"))
-        lines = [json.dumps(item, ensure_ascii=False) for item in items(domain, held_out, ITEMS)]
+        lines = [json.dumps(item, ensure_ascii=False) for item in items(domain, held_out, options.items)]
         (options.out / f"{domain}.jsonl").write_text("".join(f"{line}\n" for line in lines), "utf-8")
         print(f"{domain}: {len(lines)} items")
 
