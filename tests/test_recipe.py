@@ -157,6 +157,30 @@ def test_the_learning_rate_warms_up_stays_and_falls_to_zero() -> None:
     assert scales[14:] == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
 
 
+def test_parts_of_a_batch_give_the_gradients_of_the_whole(
+    corpus: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses, "BALANCE_WEIGHT", 0.0)  # the one loss that is no mean over tokens
+    gradients = {}
+    for parts in (1, 2, 4):
+        options = train.arguments(command(corpus, tiny, tmp_path, "--steps", "10", "--parts", str(parts)))
+        streams = data.training_streams(corpus, recipe_tokenizer.Tokenizer.from_file(str(options.tokenizer)), tmp_path)
+        config = ModelConfig.from_hf(json.loads((tiny / "config.json").read_text()))
+        run = train.Run(config, data.Mixture(streams, data.SHARES, 0), options)
+        run.parameters["head"].data.normal_(generator=torch.Generator().manual_seed(0))
+        monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", lambda *_, **__: None)
+        run.step()
+        gradients[parts] = {name: value.grad for name, value in run.parameters.items()}
+    for parts in (2, 4):
+        for name, expected in gradients[1].items():
+            torch.testing.assert_close(gradients[parts][name], expected, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_a_batch_that_cannot_be_cut_alike_is_refused(corpus: Path, tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--tokens must be a multiple"):
+        train.main(command(corpus, tiny, tmp_path, "--steps", "10", "--parts", "3"))
+
+
 # The corpus
 
 
