@@ -35,7 +35,7 @@ CANDIDATES: Mapping[str, Mapping[str, Any]] = {
     "batch-2048": {"tokens": 2048},
     "batch-8192": {"tokens": 8192},
     "muon-lr-0.01": {"muon_lr": 0.01},
-    "muon-lr-0.04": {"muon_lr": 0.04},
+    "muon-lr-0.02": {"muon_lr": 0.02},
     "adam-lr-double": {"adam_lr": 0.01, "embed_lr": 0.04},
     "layers-5": {"num_hidden_layers": 5},
     "experts-of-80": {"intermediate_size": 80},

@@ -165,7 +165,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4096, help="tokens in a step")
     parser.add_argument("--context", type=int, default=256, help="tokens in a sequence")
     parser.add_argument("--parts", type=int, default=2, help="a batch is cut into this many, computed side by side")
-    parser.add_argument("--muon-lr", type=float, default=0.02)
+    parser.add_argument("--muon-lr", type=float, default=0.04)
     parser.add_argument("--adam-lr", type=float, default=0.005, help="head, router gates and norms")
     parser.add_argument("--embed-lr", type=float, default=0.02)
     parser.add_argument("--clip", type=float, default=1.0)
