@@ -448,7 +448,9 @@ def told(tiny: Path, run: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """A corpus of short tales, and beside it the toy model as exported and measured on it."""
     folder = tmp_path_factory.mktemp("told")
     for seed, domain in enumerate(data.SHARES):
-        tales = [". ".join(documents(1000 * seed + i, 12)) for i in range(200)]
+        sentences = [text.capitalize() for text in documents(seed, 500) if len(text) < 100]
+        draws = np.random.default_rng(seed)
+        tales = [" ".join(draws.choice(sentences, size=9)) for _ in range(500)]
         (folder / f"{domain}.txt.xz").write_bytes(lzma.compress(f"\n{data.SEPARATOR}\n".join(tales).encode()))
     model = folder / "model"
     export.export(run / "checkpoint.pt", tiny / "config.json", tiny / "tokenizer.json", model)
