@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import sys
@@ -201,12 +200,11 @@ def test_a_sample_cannot_break_the_card() -> None:
 
 
 def test_the_loss_curve_is_drawn_the_same_every_time(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     measured = {"training": {"curve": [[1000, 8.0], [2000, 5.0], [3000, 4.0]]}}
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         card.draw_loss(measured, tmp_path / name / "loss.svg")
     first = (tmp_path / "a" / "loss.svg").read_text()
     assert first.startswith("<?xml")
-    assert "million training tokens" in json.dumps(first) or "<path" in first
+    assert 'id="line2d' in first
     assert first == (tmp_path / "b" / "loss.svg").read_text()
