@@ -22,12 +22,15 @@ RECIPE = ROOT / "weights" / "recipe"
 CORPUS = ROOT.parent / "shared" / "data" / "corpus"
 sys.path.insert(0, str(RECIPE))
 
+import bits  # noqa: E402
+import cloze  # noqa: E402
 import data  # noqa: E402
 import evaluate  # noqa: E402
 import export  # noqa: E402
 import losses  # noqa: E402
 import muon  # noqa: E402
 import parameters  # noqa: E402
+import router_health  # noqa: E402
 import tokenizer as recipe_tokenizer  # noqa: E402
 import train  # noqa: E402
 from experts import TrainingExperts  # noqa: E402
@@ -35,6 +38,7 @@ from experts import TrainingExperts  # noqa: E402
 from minimoe.config import ModelConfig  # noqa: E402
 from minimoe.experts import ExpertWeights, find_backend  # noqa: E402
 from minimoe.model import Batch, Olmoe  # noqa: E402
+from minimoe.probe import Probe  # noqa: E402
 from minimoe.routers import ROUTERS, RouterContext  # noqa: E402
 from minimoe.routing import Routing  # noqa: E402
 
@@ -113,7 +117,7 @@ def test_a_run_in_two_parts_equals_one_run_bit_for_bit(corpus: Path, tiny: Path,
 
     def log(folder: Path) -> list[dict[str, float]]:
         lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-        return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
+        return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
 
     assert log(tmp_path) == log(run)
     assert [line["step"] for line in log(run)] == list(range(1, 11))
@@ -151,6 +155,30 @@ def test_the_learning_rate_warms_up_stays_and_falls_to_zero() -> None:
     scales = [train.learning_rate_scale(step, warmup=4, steps=20, decay_steps=5) for step in range(21)]
     assert scales[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert scales[14:] == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
+
+
+def test_parts_of_a_batch_give_the_gradients_of_the_whole(
+    corpus: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses, "BALANCE_WEIGHT", 0.0)  # the one loss that is no mean over tokens
+    gradients = {}
+    for parts in (1, 2, 4):
+        options = train.arguments(command(corpus, tiny, tmp_path, "--steps", "10", "--parts", str(parts)))
+        streams = data.training_streams(corpus, recipe_tokenizer.Tokenizer.from_file(str(options.tokenizer)), tmp_path)
+        config = ModelConfig.from_hf(json.loads((tiny / "config.json").read_text()))
+        run = train.Run(config, data.Mixture(streams, data.SHARES, 0), options)
+        run.parameters["head"].data.normal_(generator=torch.Generator().manual_seed(0))
+        monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", lambda *_, **__: None)
+        run.step()
+        gradients[parts] = {name: value.grad for name, value in run.parameters.items()}
+    for parts in (2, 4):
+        for name, expected in gradients[1].items():
+            torch.testing.assert_close(gradients[parts][name], expected, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_a_batch_that_cannot_be_cut_alike_is_refused(corpus: Path, tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--tokens must be a multiple"):
+        train.main(command(corpus, tiny, tmp_path, "--steps", "10", "--parts", "3"))
 
 
 # The corpus
@@ -338,16 +366,16 @@ def test_the_exported_folder_gives_the_same_loss_in_transformers(tiny: Path, run
     export.export(run / "checkpoint.pt", tiny / "config.json", tiny / "tokenizer.json", tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ids = AutoTokenizer.from_pretrained(tmp_path)("the old fox slept near my house", return_tensors="pt").input_ids
-    model, ours_tokenizer = evaluate.load(tmp_path)
-    assert ours_tokenizer.encode("the old fox slept near my house").ids == ids[0].tolist()
+    measured = evaluate.Measurement(tmp_path, tmp_path, context=64, sample_bytes=0)
+    assert measured.tokenizer.encode("the old fox slept near my house").ids == ids[0].tolist()
     with torch.no_grad():
         expected = float(theirs(ids, labels=ids).loss)
-    bits = evaluate.total_bits(model, [ids[0].tolist()], 64, losses.RouterLosses())
-    assert bits * math.log(2) / (ids.shape[1] - 1) == pytest.approx(expected, rel=1e-5)
+    told = bits.total_bits(measured.model, [ids[0].tolist()], 64, Probe())
+    assert told * math.log(2) / (ids.shape[1] - 1) == pytest.approx(expected, rel=1e-5)
     assert (
         theirs.config.eos_token_id
         == theirs.generation_config.eos_token_id
-        == ours_tokenizer.token_to_id(data.SEPARATOR)
+        == measured.tokenizer.token_to_id(data.SEPARATOR)
     )
 
 
@@ -382,7 +410,7 @@ def test_the_recipe_has_every_feature_of_olmoe_and_fits_in_48_mb() -> None:
 def test_every_token_but_the_first_is_scored_once(tokens: int) -> None:
     ids = list(range(100, 100 + tokens))
     scored: list[int] = []
-    for part, skip in evaluate.windows(ids, 8):
+    for part, skip in bits.windows(ids, 8):
         assert len(part) - 1 <= 8
         assert skip == 0 or skip >= 4  # from the second window on, half a window of context or more
         scored += part[1:][skip:]
@@ -398,43 +426,10 @@ def test_a_short_document_costs_what_one_pass_says(tiny: Path, run: Path) -> Non
     for ids in streams:
         logits = model.head(model.forward(Batch(torch.tensor(ids[:-1]), [len(ids) - 1]), ROUTERS["top_k"]()))
         expected += float(F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum")) / math.log(2)
-    load = evaluate.LoadCount(2, 8)
-    assert evaluate.total_bits(model, streams, 64, load) == pytest.approx(expected, rel=1e-5)
+    health = router_health.RouterHealth(2, 8)
+    assert bits.total_bits(model, streams, 64, health) == pytest.approx(expected, rel=1e-5)
     tokens = sum(len(ids) - 1 for ids in streams)
-    assert load.counts_LE.sum(dim=1).tolist() == [2 * tokens] * 2
-
-
-def test_the_smallest_share_is_relative_to_an_even_load() -> None:
-    load = evaluate.LoadCount(1, 4)
-    logits_TE = torch.tensor([[9.0, 0, 0, 0], [9.0, 0, 0, 0], [0, 9.0, 0, 0], [0, 0, 9.0, 0]])
-    load.routed(0, top_k_routing(logits_TE, 1), logits_TE)
-    assert load.smallest_shares() == [0.0]
-    logits_TE = torch.tensor([[0, 0, 0, 9.0]]).repeat(4, 1)
-    load.routed(0, top_k_routing(logits_TE, 1), logits_TE)
-    # Eight pairs: 2, 1, 1 and 4; a fair share is 2.
-    assert load.smallest_shares() == [0.5]
-
-
-def test_the_report_measures_bytes_and_xz_of_the_held_out_documents(
-    corpus: Path, tiny: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    export.export(run / "checkpoint.pt", tiny / "config.json", tiny / "tokenizer.json", tmp_path)
-    prompt = "User: tea\nAssistant:"
-    arguments = [str(tmp_path), "--corpus", str(corpus), "--context", "32", "--prompt", prompt, "--prompt", prompt]
-    evaluate.main(arguments)
-    report = json.loads(capsys.readouterr().out)
-    _, held_out = data.split(data.read_documents(corpus / "stories.txt.xz"))
-    stories = report["domains"]["stories"]
-    assert stories["documents"] == len(held_out) >= 1
-    assert stories["bytes"] == len("".join(held_out))
-    assert stories["xz_bits_per_byte"] == pytest.approx(8 * evaluate.xz_size(held_out) / stories["bytes"], abs=1e-3)
-    ratio = stories["bits_per_byte"] / stories["xz_bits_per_byte"]
-    assert stories["below_xz_percent"] == pytest.approx(100 * (1 - ratio), abs=0.1)
-    assert 0 < stories["bits_per_byte"] < 8
-    assert len(report["smallest_expert_share_by_layer"]) == 2
-    first, second = report["samples"]
-    assert first == second  # the seed decides
-    assert first.startswith(prompt)
+    assert health.load_LE.sum(dim=1).tolist() == [2 * tokens] * 2
 
 
 @pytest.mark.skipif(shutil.which("xz") is None, reason="needs the xz program")
@@ -442,4 +437,70 @@ def test_the_size_is_that_of_the_xz_program() -> None:
     texts = documents(3, 400)
     joined = f"\n{data.SEPARATOR}\n".join(texts).encode()
     packed = subprocess.run(["xz", "-9e", "-c"], input=joined, capture_output=True, check=True).stdout
-    assert evaluate.xz_size(texts) == pytest.approx(len(packed), abs=32)
+    assert bits.xz_size(texts) == pytest.approx(len(packed), abs=32)
+
+
+# The whole measurement
+
+
+@pytest.fixture(scope="module")
+def told(tiny: Path, run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of short tales, and beside it the toy model as exported and measured on it."""
+    folder = tmp_path_factory.mktemp("told")
+    for seed, domain in enumerate(data.SHARES):
+        sentences = [text.capitalize() for text in documents(seed, 500) if len(text) < 100]
+        draws = np.random.default_rng(seed)
+        tales = [" ".join(draws.choice(sentences, size=9)) for _ in range(500)]
+        (folder / f"{domain}.txt.xz").write_bytes(lzma.compress(f"\n{data.SEPARATOR}\n".join(tales).encode()))
+    model = folder / "model"
+    export.export(run / "checkpoint.pt", tiny / "config.json", tiny / "tokenizer.json", model)
+    cloze.main(["--corpus", str(folder), "--out", str(model / "cloze"), "--items", "5"])
+    options = ["--context", "64", "--sample-bytes", "1000", "--log", str(run / "log.jsonl")]
+    evaluate.main([str(model), "--corpus", str(folder), *options])
+    return model
+
+
+def test_everything_on_the_card_is_measured(told: Path, run: Path) -> None:
+    measured = json.loads((told / "measured.json").read_text())
+    _, held_out = data.split(data.read_documents(told.parent / "stories.txt.xz"))
+    stories = measured["domains"]["stories"]
+    assert stories["documents"] == len(held_out) >= 1
+    assert stories["bytes"] == len("".join(held_out))
+    assert stories["xz_bits_per_byte"] == pytest.approx(8 * bits.xz_size(held_out) / stories["bytes"])
+    assert stories["below_xz"] == pytest.approx(1 - stories["bits_per_byte"] / stories["xz_bits_per_byte"])
+    assert measured["training"]["steps"] == 10
+    assert measured["training"]["tokens"] == 1280
+    assert measured["files"]["tokenizer.json"] == hashlib.sha256((told / "tokenizer.json").read_bytes()).hexdigest()
+    assert "cloze/poetry.jsonl" in measured["files"]
+    rules = measured["rules"]
+    assert rules["top_k"]["mean_k"] == [2, 2]
+    assert rules["same_mean_k"]["mean_k"] == pytest.approx(rules["elbow"]["mean_k"], rel=0.05)
+    for rule in rules.values():
+        assert rule["items"] == sum(len(path.read_text().splitlines()) for path in (told / "cloze").iterdir())
+        assert min(domain["items"] for domain in rule["domains"].values()) >= 1
+        assert rule["right"] == sum(domain["right"] for domain in rule["domains"].values())
+        assert sum(rule["k"][0]) == pytest.approx(1)
+    # The sample is part of the whole, so the two figures are near each other.
+    assert rules["top_k"]["domains"]["stories"]["bits_per_byte"] == pytest.approx(stories["bits_per_byte"], rel=0.2)
+    text = (told / "README.md").read_text()
+    assert f"| stories | {len(held_out)} |" in text
+    assert "<!-- measured:" not in text
+
+
+def test_parameters_in_use_are_those_of_eight_experts(told: Path) -> None:
+    # Two layers: 8 experts of 3 x 32 x 16, 2 in use; attention 4 x 32 x 32; gate 8 x 32; norms 4 x 32; a last norm.
+    shared = 2 * (4 * 32 * 32 + 8 * 32 + 4 * 32) + 32 + 300 * 32
+    counted = json.loads((told / "measured.json").read_text())["parameters"]
+    assert counted == {
+        "total": shared + 300 * 32 + 2 * 8 * 3 * 32 * 16,
+        "active": shared + 2 * 2 * 3 * 32 * 16,
+    }
+
+
+def test_the_sample_grows_with_its_size_and_keeps_file_order(told: Path) -> None:
+    everything = bits.held_out(told.parent, "poetry")
+    assert everything == data.split(data.read_documents(told.parent / "poetry.txt.xz"))[1]
+    some = bits.held_out(told.parent, "poetry", 1500)
+    assert 0 < len(some) < len(everything)
+    assert some == [document for document in everything if document in some]
+    assert set(bits.held_out(told.parent, "poetry", 500)) <= set(some)

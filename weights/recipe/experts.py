@@ -73,8 +73,7 @@ class _Experts(torch.autograd.Function):
         buckets = zip(*(t.split(ctx.counts) for t in per_pair), strict=True)
         for e, (tokens_N, pre_NJ, weights_N, grad_weights_N, grad_x_ND) in enumerate(buckets):
             gate_NI, up_NI = pre_NJ.chunk(2, dim=1)
-            sigmoid_NI = gate_NI.sigmoid()
-            silu_NI = gate_NI * sigmoid_NI
+            silu_NI = F.silu(gate_NI)
             hidden_NI = silu_NI * up_NI
             grad_y_ND = grad_TD.index_select(0, tokens_N)
             grad_hidden_NI = grad_y_ND @ down_EDI[e]
@@ -82,10 +81,9 @@ class _Experts(torch.autograd.Function):
             grad_hidden_NI *= weights_N[:, None]
             torch.mm(grad_y_ND.T, hidden_NI.mul_(weights_N[:, None]), out=grad_down_EDI[e])
             grad_pre_NJ = torch.empty_like(pre_NJ)
-            # d silu(g) / dg = s + silu(g) (1 - s), with s = sigmoid(g).
-            grad_silu_NI = sigmoid_NI.addcmul(silu_NI, 1 - sigmoid_NI)
-            torch.mul(grad_hidden_NI * up_NI, grad_silu_NI, out=grad_pre_NJ[:, : up_NI.shape[1]])
-            torch.mul(grad_hidden_NI, silu_NI, out=grad_pre_NJ[:, up_NI.shape[1] :])
+            grad_gate_NI, grad_up_NI = grad_pre_NJ.chunk(2, dim=1)
+            torch.mul(grad_hidden_NI, silu_NI, out=grad_up_NI)
+            torch.ops.aten.silu_backward.grad_input(grad_hidden_NI.mul_(up_NI), gate_NI, grad_input=grad_gate_NI)
             torch.mm(grad_pre_NJ.T, x_TD.index_select(0, tokens_N), out=grad_into_EJD[e])
             torch.mm(grad_pre_NJ, into_EJD[e], out=grad_x_ND)
         grad_x_TD = F.embedding_bag(place_TK, grad_x_PD, mode="sum")

@@ -63,16 +63,14 @@ class _HeadLoss(torch.autograd.Function):
         total = hidden_TD.new_zeros(())
         for start in range(0, tokens, chunk):
             part = slice(start, start + chunk)
-            logits = hidden_TD[part] @ head_VD.T
-            rows = torch.arange(logits.shape[0], device=logits.device)
-            log_sum = logits.logsumexp(dim=-1, keepdim=True)
-            total += (log_sum[:, 0] - logits[rows, targets_T[part]]).sum()
-            grad = logits.sub_(log_sum).exp_()
+            logprobs = (hidden_TD[part] @ head_VD.T).log_softmax(dim=-1)
+            rows = torch.arange(logprobs.shape[0], device=logprobs.device)
+            total -= logprobs[rows, targets_T[part]].sum()
+            grad = logprobs.exp_()
             grad[rows, targets_T[part]] -= 1
-            grad.div_(tokens)
             torch.mm(grad, head_VD, out=grad_hidden_TD[part])
             grad_head_VD.addmm_(grad.T, hidden_TD[part])
-        ctx.save_for_backward(grad_hidden_TD, grad_head_VD)
+        ctx.save_for_backward(grad_hidden_TD.div_(tokens), grad_head_VD.div_(tokens))
         return total / tokens
 
     @staticmethod
@@ -81,6 +79,6 @@ class _HeadLoss(torch.autograd.Function):
         return grad_hidden_TD * grad, grad_head_VD * grad, None, None
 
 
-def head_loss(hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, chunk: int = 1024) -> Tensor:
+def head_loss(hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, chunk: int = 256) -> Tensor:
     """Mean cross entropy in nats of predicting targets_T (int64) from hidden states; a scalar with gradients."""
     return _HeadLoss.apply(hidden_TD, head_VD, targets_T, chunk)

@@ -24,7 +24,8 @@ def orthogonalise(x_SMN: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
+        polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
+        x = polynomial @ x
     return x.mT if tall else x
 
 
