@@ -41,15 +41,29 @@ def routers(
         return
     from minimoe.cli.own_rule import OwnRule, read_router
 
-    router = read_router(name)
-    rule = router.rule if isinstance(router, OwnRule) else router
-    description = {"name": name, **_description(type(rule))}
-    examples = [{"label": label, **_example(router, sigma)} for label, sigma in EXAMPLE_SIGMAS.items()]
+    spec = example_spec(name)
+    if spec is None:
+        description, examples = {"name": name, **_description(ROUTERS[name.replace("-", "_")])}, []
+    else:
+        router = read_router(spec)
+        rule = router.rule if isinstance(router, OwnRule) else router
+        description = {"name": spec, **_description(type(rule))}
+        examples = [{"label": label, **_example(router, sigma)} for label, sigma in EXAMPLE_SIGMAS.items()]
     if json:
         write_json({**description, "examples": examples})
         return
     _print_rule(description, keys_in_full=True)
     _print_examples(examples)
+
+
+def example_spec(spec: str) -> str | None:
+    """A SPEC that can be drawn: a rule's bare name gets the keys of its example; None if nothing can be drawn."""
+    from minimoe.routers import ROUTERS
+
+    rule = ROUTERS.get(spec.strip().replace("-", "_"))
+    if rule is None or rule.needs != "a recording":
+        return f"{spec}:{rule.example}" if rule is not None and rule.example else spec
+    return None
 
 
 def _description(rule: type[Any]) -> dict[str, Any]:
@@ -68,6 +82,8 @@ def _description(rule: type[Any]) -> dict[str, Any]:
         "summary": prose.partition("\n")[0],
         "formula": formula[1].rstrip(".") if formula else None,
         "source": source[1] if source else None,
+        "sees": getattr(rule, "sees", "itself"),
+        "needs": getattr(rule, "needs", "nothing"),
         "keys": [
             {
                 "name": key,
@@ -128,6 +144,7 @@ def _example(router: Router, sigma: float) -> dict[str, Any]:
         top_k=EXAMPLE_TOP_K,
         norm_topk_prob=False,
         generator=draws,
+        num_layers=1,
     )
     routing = router.route(logits_TE, context)
     probs_TE, experts_TE = rank(logits_TE)
@@ -151,6 +168,10 @@ def _print_rule(description: dict[str, Any], keys_in_full: bool) -> None:
         line(f"  {description['formula']}")
     if description["source"] and keys_in_full:
         line(f"  Source: {description['source']}")
+    if description["sees"] != "itself":
+        line(f"  Looks at {description['sees']}.")
+    if description["needs"] != "nothing":
+        line(f"  Needs {description['needs']}.")
     for key in description["keys"] if keys_in_full else ():
         told = key["default"] is None or "default" in key["help"]
         default = "" if told else f", {key['default']} by default"
