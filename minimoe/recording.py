@@ -41,15 +41,15 @@ def write_recording(path: str | Path, ids: Sequence[int], layers: Sequence[Routi
         raise InputError(f"a recording needs a routing of all {len(ids)} tokens for every layer.")
     tokens = len(ids)
     whole = Routing.cat(layers)  # one width for all layers
-    arrays = {
-        "ids": np.asarray(ids, dtype=np.int64),
-        "num_experts": np.int64(whole.num_experts),
-        "experts": whole.experts_TK.reshape(len(layers), tokens, -1).numpy(),
-        "weights": whole.weights_TK.reshape(len(layers), tokens, -1).numpy(),
-        "k": whole.k_T.reshape(len(layers), tokens).numpy(),
-    }
     with open(path, "wb") as file:  # given a name, numpy would add .npz to it
-        np.savez_compressed(file, **arrays)
+        np.savez_compressed(
+            file,
+            ids=np.asarray(ids, dtype=np.int64),
+            num_experts=np.int64(whole.num_experts),
+            experts=whole.experts_TK.reshape(len(layers), tokens, -1).numpy(),
+            weights=whole.weights_TK.reshape(len(layers), tokens, -1).numpy(),
+            k=whole.k_T.reshape(len(layers), tokens).numpy(),
+        )
 
 
 def read_recording(path: str | Path) -> Recording:
@@ -61,9 +61,9 @@ def read_recording(path: str | Path) -> Recording:
     try:
         with np.load(path, allow_pickle=False) as file:
             ids_T = torch.from_numpy(file["ids"])
-            parts = (torch.from_numpy(file[key]) for key in ("experts", "weights", "k"))
+            experts, weights, k = (torch.from_numpy(file[key]) for key in ("experts", "weights", "k"))
             num_experts = int(file["num_experts"])
-            layers = [Routing(*tensors, num_experts) for tensors in zip(*parts, strict=True)]
+            layers = [Routing(e, w, n, num_experts) for e, w, n in zip(experts, weights, k, strict=True)]
         for layer in layers:
             layer.check()
     except OSError as error:

@@ -93,7 +93,7 @@ def test_plug_ins_know_only_their_base(folder: str) -> None:
             continue
         text = path.read_text("utf-8")
         siblings = {other.stem for other in path.parent.glob("*.py")} - {path.stem, "base", "random_slots", "__init__"}
-        assert not any(f"minimoe.{folder}.{sibling}" in text for sibling in siblings), path
+        assert not any(f"minimoe.{folder}.{sibling} " in text for sibling in siblings), path
 
 
 def test_importing_minimoe_is_light() -> None:

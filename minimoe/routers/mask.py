@@ -77,10 +77,9 @@ class Mask(Router):
         for expert in (*self._forbid, *self._force):
             if expert >= num_experts:
                 raise InputError(f"there is no expert {expert} to mask; the model's run from 0 to {num_experts - 1}.")
+        layers = context.num_layers
         for layer in self._layers:
-            if context.num_layers is not None and layer >= context.num_layers:
-                raise InputError(
-                    f"there is no layer {layer} to mask; the model's run from 0 to {context.num_layers - 1}."
-                )
+            if layers is not None and layer >= layers:
+                raise InputError(f"there is no layer {layer} to mask; the model's run from 0 to {layers - 1}.")
         if len({*self._force}) > width:
             raise InputError(f"{len({*self._force})} experts are forced, but a token uses only {width}.")

@@ -70,7 +70,7 @@ class TopAny(Router):
 
     def _thresholds(self, num_experts: int, context: RouterContext) -> Tensor:
         if self._fitted is None:
-            return torch.full((num_experts,), self.p)
+            return torch.full((num_experts,), float(self.p or 0))
         values = self._fitted.value(context.layer, context.checkpoint)
         if not isinstance(values, list) or len(values) != num_experts:
             raise InputError(f"{self.file} does not hold {num_experts} thresholds for each layer.")
