@@ -14,7 +14,8 @@ PACKAGE = Path(__file__).parent.parent / "minimoe"
 # The map of DESIGN.md, top to bottom. The profiler and its FLOP ledger are probes and need no engine.
 ROWS = [
     {"__main__", "cli"},
-    {"benchmark"},
+    {"benchmark", "comparison"},
+    {"items"},
     {"engine", "chat"},
     {"generation", "scoring"},
     {"profiler", "flops", "model", "checkpoint", "hub", "tokenizer", "sampling"},

@@ -189,7 +189,7 @@ HAND_RULES = (
     GapRatio(cap=8),
 )
 # Eight experts, in 64ths; every k was counted by hand, in the order of HAND_RULES (top_p 0.5, min_p 0.25, threshold
-# 1/8; max_gap and gap_ratio last). The elbow keeps fewest experts where the router is least sure, and a straight line has no bend.
+# 1/8). The elbow keeps fewest experts where the router is least sure, and a straight line has no bend.
 BY_HAND = {
     "flat": ([8, 8, 8, 8, 8, 8, 8, 8], (3, 1, 1, 4, 8, 8, 1, 1)),
     "linear": ([15, 13, 11, 9, 7, 5, 3, 1], (3, 1, 1, 3, 6, 4, 1, 7)),
