@@ -672,7 +672,8 @@ def test_routers_lists_every_rule_with_its_keys(cli: Cli) -> None:
     text = cli("routers").out
     for rule in rules:
         known = parameters(ROUTERS[rule["name"]])
-        assert {key["name"]: key["default"] for key in rule["keys"]} == {k: p.default for k, p in known.items()}
+        defaults = {k: None if p.default is p.empty else p.default for k, p in known.items()}
+        assert {key["name"]: key["default"] for key in rule["keys"]} == defaults
         assert rule["summary"].endswith(".")
         assert rule["formula"].startswith("k = ")
         assert rule["source"]
@@ -704,6 +705,13 @@ def test_one_rule_is_drawn_with_what_it_keeps(cli: Cli, spec: str) -> None:
         assert example["mass"] == pytest.approx(sum(example["probabilities"][:k]))
         assert base == "#" * k + "." * (64 - k)
         assert cut == "-" * k + f"| k = {k} of 64"
+
+
+def test_routers_md_is_what_the_rules_say_of_themselves(cli: Cli) -> None:
+    written = (Path(minimoe.__file__).parents[1] / "ROUTERS.md").read_text("utf-8")
+    assert cli("routers", "--markdown").out == written, "run: python -m minimoe routers --markdown > ROUTERS.md"
+    assert [line.removeprefix("## ") for line in written.splitlines() if line.startswith("## ")] == list(ROUTERS)
+    assert cli("routers", "elbow", "--markdown").code == 2
 
 
 @pytest.mark.parametrize("name", [name for name in ROUTERS if name not in PREFIX])

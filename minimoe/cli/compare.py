@@ -52,7 +52,7 @@ def compare(
         raise InputError("give either --text FILE or --cloze FILE.")
     if plot is not None and Path(plot).suffix not in (".png", ".svg"):
         raise InputError(f"--plot writes .png or .svg files, not {plot!r}.")
-    written = _read(text) if text is not None else ""
+    written = read_text(text) if text is not None else ""
     from minimoe.cli.own_rule import read_router
     from minimoe.comparison import compare as run
     from minimoe.items import cloze_items, text_items
@@ -77,7 +77,12 @@ def compare(
     write("* the frontier: no other arm is as cheap and better. The random controls stand in the table only.\n")
 
 
-def _read(path: str) -> str:
+def read_text(path: str) -> str:
+    """A whole text file.
+
+    Raises:
+        InputError: it cannot be read, or is not UTF-8.
+    """
     try:
         return Path(path).read_text("utf-8")
     except OSError as error:

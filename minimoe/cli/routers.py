@@ -8,12 +8,14 @@ import re
 import sys
 import types
 import typing
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from minimoe.cli.options import Json
-from minimoe.cli.terminal import on, write_json
+from minimoe.cli.terminal import on, write, write_json
+from minimoe.errors import InputError
 
 if TYPE_CHECKING:
     from minimoe.routers import Router
@@ -27,10 +29,17 @@ def routers(
     name: Annotated[
         str | None, typer.Argument(metavar="SPEC", help="Show one rule in detail, and draw what it keeps.")
     ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Write all rules as the page ROUTERS.md.")] = False,
     json: Json = False,
 ) -> None:
     """List the routing rules, or show one of them at work."""
     from minimoe.routers import ROUTERS
+
+    if markdown:
+        if name is not None or json:
+            raise InputError("--markdown writes the page of all rules; give it alone.")
+        write("".join(_page({key: _description(rule) for key, rule in ROUTERS.items()})))
+        return
 
     if name is None:
         descriptions = [{"name": key, **_description(rule)} for key, rule in ROUTERS.items()]
@@ -54,6 +63,37 @@ def routers(
         return
     _print_rule(description, keys_in_full=True)
     _print_examples(examples)
+
+
+def _page(descriptions: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """ROUTERS.md, piece by piece: each rule in its own words, with its keys and what it keeps of one curve."""
+    from minimoe.cli.own_rule import read_router
+    from minimoe.cli.pictures import curve
+
+    label, sigma = next(iter(EXAMPLE_SIGMAS.items()))
+    yield (
+        "# Routing rules\n\n"
+        "Written by `python -m minimoe routers --markdown`, from the rules' own docstrings; a test compares the two.\n"
+        f"p_1 to p_N are a token's probabilities in descending order, K is the model's own top-k. Each picture is what "
+        f"the rule keeps (#) for {label}: {EXAMPLE_EXPERTS} Gaussian logits of standard deviation {sigma}, K = "
+        f"{EXAMPLE_TOP_K}.\n"
+    )
+    for key, about in descriptions.items():
+        yield f"\n## {key}\n\n{about['summary']}\n\n- Formula: `{about['formula']}`\n- Source: {about['source']}\n"
+        yield f"- Looks at {_looks(about['sees'])}. Needs {about['needs']}.\n"
+        for entry in about["keys"]:
+            default = "" if entry["default"] is None else f", default {entry['default']}"
+            yield f"- `{entry['name']}` ({entry['type']}{default}): {entry['help']}\n"
+        spec = example_spec(key)
+        if spec is not None:
+            example = _example(read_router(spec), sigma)
+            picture = curve(example["probabilities"], example["kept"]).plain
+            lines = "\n".join(line.rstrip() for line in picture.splitlines())
+            yield f"\n`{spec}`\n\n```\n{lines}\n```\n"
+
+
+def _looks(sees: str) -> str:
+    return "the token itself alone" if sees == "itself" else sees
 
 
 def example_spec(spec: str) -> str | None:
