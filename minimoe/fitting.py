@@ -75,7 +75,7 @@ def _histogram(places: Tensor, size: int) -> np.ndarray[Any, Any]:
 
 
 def fit_skip(arrays: dict[str, Any]) -> list[float]:
-    """Each layer's median of p_i / p_1 over the ranks 2 to K. Source: NAEE (Lu et al. 2024), section 3.2."""
+    """Each layer's median of p_i / p_1 over the ranks 2 to K. Source: NAEE (Lu et al. 2024)."""
     return [_at_least(counts_B, counts_B.sum() / 2) for counts_B in arrays["ratio_LB"]]
 
 

@@ -182,6 +182,7 @@ def _plot(outcomes: list[Outcome], path: str) -> None:
         colour = "tab:gray" if control else "tab:blue"
         axes.errorbar(x, y, yerr=[[max(0, change - low)], [max(0, high - change)]], fmt="o", color=colour, markersize=4)
         axes.annotate(name, (x, y), textcoords="offset points", xytext=(5, 4), fontsize=8, color=colour)
+    axes.margins(x=0.15)  # room for the names
     axes.set_xlabel("MFLOPs a token")
     axes.set_ylabel("bits a byte (less is better)")
     axes.set_title(

@@ -28,8 +28,8 @@ class Random(Router):
     """Every token uses k experts drawn uniformly, none twice.
 
     Formula: k = the key k, where it is no whole number mixed by token as in mixed_k; slot i holds a random expert
-    at the weight p_i that the i-th best would have had. Source: random routing as the baseline of "Elbow-based
-    MoE Routing" and of many before it.
+    at the weight p_i that the i-th best would have had. Source: random routing, as THOR
+    trains with (Zuo et al. 2022); here a control.
 
     Attributes:
         k: experts per token (the mean, if it is no whole number); by default the model's own number.
