@@ -33,7 +33,7 @@ class Checkpoint:
             mappings of the files: writing to one does not change the file. Data are aligned to the element only.
         dtype: the dtype of the tensors, which is that of the files.
         eos_token_ids: every id that config.json or generation_config.json lists as an end of text.
-        file_bytes: size of the weight files, in bytes.
+        files: the weight files, in the order of the index.
     """
 
     folder: Path
@@ -41,7 +41,7 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
-    file_bytes: int
+    files: tuple[Path, ...]
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -63,12 +63,11 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         found = {
             name: tensor for path, names in names_by_file.items() for name, tensor in map_tensors(path, names).items()
         }
-        file_bytes = sum(path.stat().st_size for path in names_by_file)
         eos_token_ids = _eos_token_ids(folder, config)
     except OSError as error:
         raise InputError(f"{error.filename or folder} cannot be read ({error.strerror}).") from error
     tensors = _canonical(found, config, folder)
-    return Checkpoint(folder, config, tensors, tensors[EMBEDDING].dtype, eos_token_ids, file_bytes)
+    return Checkpoint(folder, config, tensors, tensors[EMBEDDING].dtype, eos_token_ids, tuple(names_by_file))
 
 
 def tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:

@@ -24,6 +24,7 @@ from minimoe.model import Olmoe
 from minimoe.native import NOT_BUILT, best_kernels, instruction_sets
 from minimoe.probe import Probe
 from minimoe.profiler import Profile, Profiler, timed
+from minimoe.read_ahead import Progress, read_ahead
 from minimoe.routers import Router
 from minimoe.routers.spec import parse_router
 from minimoe.sampling import Sampling
@@ -251,6 +252,7 @@ def load(
     device: str = "cpu",
     threads: int | None = None,
     revision: str | None = None,
+    progress: Progress | None = None,
 ) -> Engine:
     """Load a model and give it a routing rule.
 
@@ -264,6 +266,7 @@ def load(
         device: "cpu", "cuda" or "cuda:N".
         threads: CPU threads for torch; by default torch's own choice.
         revision: branch, tag or commit on the hub.
+        progress: called with the bytes read so far and in all while files that are not in memory yet are read.
 
     Raises:
         InputError: anything that the caller can mend; one sentence.
@@ -280,6 +283,7 @@ def load(
     folder = resolve(str(model), revision=revision)
     checkpoint = read_checkpoint(folder)
     wanted = DTYPES[dtype] if dtype else checkpoint.dtype
+    read_ahead(checkpoint.files, progress)
     weights = _place(checkpoint.tensors, wanted, place)
     unique = {id(tensor): tensor.nbytes for tensor in weights.values()}
     backend = backend or default_backend(wanted, place)

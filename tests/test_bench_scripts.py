@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, OlmoeConfig
 
-from bench import limits, loading, peers, report, startup, synthetic
+from bench import limits, loading, peers, pruning, report, startup, synthetic
 from bench.engines import ENGINES, BenchEngine, MiniMoe
 from bench.loading import peak_resident_bytes
 from bench.peers import MAX_ERROR, Work, compare, distance, ratios
@@ -387,3 +387,24 @@ def test_commands_are_timed_to_their_end_and_must_do_their_work(small: Path) -> 
         wall_seconds(Command(generate, 1.0, new_tokens=4))
     with pytest.raises(CommandFailed, match="failed with code 2"):
         wall_seconds(Command(("no-such-verb",), 1.0))
+
+
+def test_what_pruning_saves_is_set_against_what_it_promises() -> None:
+    """Half of all tokens keep 2 of 4 experts and half keep all; each expert costs 1 and every block 1 besides."""
+    parts = torch.tensor([0.0, 0.0, 0.5, 0.0, 0.5])
+    result = pruning.saving(parts, {k: 1.0 + k for k in range(1, 5)}, top_k=4)
+    assert result == {"mean_k": 3.0, "promised": 0.25, "saved": pytest.approx(0.2), "kept": pytest.approx(0.8)}
+
+
+def test_the_pruning_benchmark_measures_every_k_of_the_rule(small: Path) -> None:
+    engine = load(small, router="elbow")
+    with torch.inference_mode():
+        blocks = pruning.block_seconds(engine, rounds=2)
+        assert list(blocks) == list(range(1, engine.config.top_k + 1))
+        assert all(spread.median > 0 and spread.count == 2 for spread in blocks.values())
+        parts = pruning.elbow_counts(2.65, engine)
+        assert float(parts.sum()) == pytest.approx(1.0)
+        # The mean k that the benchmark's README gives for this spread.
+        assert float((parts * torch.arange(len(parts))).sum()) == pytest.approx(6.0, abs=0.1)
+        assert pruning.step_seconds(engine, 2).median > 0
+        assert pruning.rule_seconds(engine.router, engine, 2).median > 0

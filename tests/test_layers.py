@@ -19,7 +19,7 @@ ROWS = [
     {"engine", "chat"},
     {"generation", "scoring"},
     {"profiler", "flops", "model", "checkpoint", "hub", "tokenizer", "sampling"},
-    {"weight_files"},
+    {"weight_files", "read_ahead"},
     {"routers", "experts"},
     {"operations"},
     {"linear", "cache"},

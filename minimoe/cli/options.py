@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import minimoe
+from minimoe.cli.terminal import reading
 from minimoe.hub import EMBEDDED
 
 if TYPE_CHECKING:
@@ -93,7 +94,8 @@ def load_engine(
     from minimoe.engine import load
 
     rule = read_router(router)
-    return load(model, router=rule, backend=backend, dtype=dtype, device=device, threads=threads)
+    with reading() as progress:
+        return load(model, router=rule, backend=backend, dtype=dtype, device=device, threads=threads, progress=progress)
 
 
 def describe(engine: Engine) -> dict[str, Any]:

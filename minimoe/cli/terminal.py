@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -30,6 +31,32 @@ def tell(content: RenderableType, style: str = "dim") -> None:
 
     shown = Text(content, style) if isinstance(content, str) else content
     on(sys.stderr).print(shown, soft_wrap=isinstance(content, str))
+
+
+@contextmanager
+def reading() -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr for files that are being read, shown by a terminal once there is something to tell."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = on(sys.stderr)
+    columns = (
+        TextColumn("Reading weights"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task("")
+
+    def read(done: int, total: int) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield read
+    finally:
+        bar.stop()
 
 
 def on(stream: TextIO) -> Console:
