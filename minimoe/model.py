@@ -10,6 +10,7 @@ size, V vocabulary, E experts; N new tokens of one sequence, S all its positions
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ class Olmoe:
         self.device = self.embed_VD.device
         exponents_d2 = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         self.inverse_d2 = (1.0 / config.rope_theta**exponents_d2).to(self.device)
+        self._fingerprint: str | None = None
 
     def forward(
         self, batch: Batch, router: Router, probe: Probe | None = None, generator: torch.Generator | None = None
@@ -113,12 +115,23 @@ class Olmoe:
                 top_k=self.config.top_k,
                 norm_topk_prob=self.config.norm_topk_prob,
                 generator=generator,
+                num_layers=self.config.num_layers,
+                checkpoint=self.fingerprint,
             )
             x_TD = layer.forward(x_TD, rotation, batch, router, context, probe)
         for cache, count in zip(batch.caches or (), batch.new, strict=False):
             cache.advance(count)
         with probe.span("norm"):
             return self.operations.norm(x_TD, self.norm_D, self.config.rms_norm_eps)
+
+    def fingerprint(self) -> str:
+        """What tells this checkpoint from others: a hash of all router weights, the same in every dtype and place."""
+        if self._fingerprint is None:
+            digest = hashlib.sha256()
+            for layer in self.layers:
+                digest.update(layer.gate_ED.detach().to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
+            self._fingerprint = digest.hexdigest()[:16]
+        return self._fingerprint
 
     def head(self, hidden_TD: Tensor, probe: Probe | None = None) -> Tensor:
         """Logits [T, V] of hidden states, in the model's dtype."""

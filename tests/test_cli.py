@@ -32,7 +32,7 @@ from minimoe.cli.options import DEFAULT_DEVICE, DEFAULT_MODEL, DEFAULT_ROUTER, c
 from minimoe.engine import DTYPES
 from minimoe.errors import InputError
 from minimoe.experts import BACKENDS
-from minimoe.routers import ROUTERS
+from minimoe.routers import ROUTERS, PrefixRouter
 from minimoe.routers.spec import parameters
 from minimoe.routing import Routing
 
@@ -672,7 +672,8 @@ def test_routers_lists_every_rule_with_its_keys(cli: Cli) -> None:
     text = cli("routers").out
     for rule in rules:
         known = parameters(ROUTERS[rule["name"]])
-        assert {key["name"]: key["default"] for key in rule["keys"]} == {k: p.default for k, p in known.items()}
+        defaults = {k: None if p.default is p.empty else p.default for k, p in known.items()}
+        assert {key["name"]: key["default"] for key in rule["keys"]} == defaults
         assert rule["summary"].endswith(".")
         assert rule["formula"].startswith("k = ")
         assert rule["source"]
@@ -680,10 +681,15 @@ def test_routers_lists_every_rule_with_its_keys(cli: Cli) -> None:
         assert rule["name"] in text
         assert rule["summary"] in text
         assert rule["formula"] in text
+        assert rule["sees"] == ROUTERS[rule["name"]].sees
+        assert rule["needs"] == ROUTERS[rule["name"]].needs
     assert "p=0.5" in text
 
 
-@pytest.mark.parametrize("spec", [*ROUTERS, "elbow:cap=64", "top_p:p=0.9,cap=64", "top_k:k=64", "min-p"])
+PREFIX = [name for name, rule in ROUTERS.items() if issubclass(rule, PrefixRouter)]
+
+
+@pytest.mark.parametrize("spec", [*PREFIX, "elbow:cap=64", "top_p:p=0.9,cap=64", "top_k:k=64", "min-p"])
 def test_one_rule_is_drawn_with_what_it_keeps(cli: Cli, spec: str) -> None:
     examples = cli("routers", spec, "--json").document["examples"]
     run = cli("routers", spec)
@@ -699,6 +705,26 @@ def test_one_rule_is_drawn_with_what_it_keeps(cli: Cli, spec: str) -> None:
         assert example["mass"] == pytest.approx(sum(example["probabilities"][:k]))
         assert base == "#" * k + "." * (64 - k)
         assert cut == "-" * k + f"| k = {k} of 64"
+
+
+def test_routers_md_is_what_the_rules_say_of_themselves(cli: Cli) -> None:
+    written = (Path(minimoe.__file__).parents[1] / "ROUTERS.md").read_text("utf-8")
+    assert cli("routers", "--markdown").out == written, "run: python -m minimoe routers --markdown > ROUTERS.md"
+    assert [line.removeprefix("## ") for line in written.splitlines() if line.startswith("## ")] == list(ROUTERS)
+    assert cli("routers", "elbow", "--markdown").code == 2
+
+
+@pytest.mark.parametrize("name", [name for name in ROUTERS if name not in PREFIX])
+def test_a_rule_that_keeps_no_prefix_is_drawn_too(cli: Cli, name: str) -> None:
+    run, document = cli("routers", name), cli("routers", name, "--json").document
+    assert run.code == 0
+    assert len(document["examples"]) == (0 if name == "replay" else 2)
+    bases = [line[6:] for line in run.out.splitlines() if re.fullmatch(r" {6}[#.]{64}", line)]
+    for example in document["examples"]:
+        assert len(example["kept"]) == example["k"]
+        assert example["mass"] == pytest.approx(sum(example["probabilities"][i] for i in example["kept"]))
+    if name != "replay":
+        assert [i for i, mark in enumerate(bases[-1]) if mark == "#"] == document["examples"][-1]["kept"]
 
 
 def test_the_examples_show_the_rules_apart(cli: Cli) -> None:

@@ -25,7 +25,9 @@ from minimoe.routers.threshold import Threshold
 from minimoe.routers.top_k import TopK
 from minimoe.routers.top_p import TopP
 
-PREFIX_RULES = {name: rule for name, rule in ROUTERS.items() if issubclass(rule, PrefixRouter)}
+PREFIX_RULES = {
+    name: rule for name, rule in ROUTERS.items() if issubclass(rule, PrefixRouter) and rule.needs == "nothing"
+}
 
 
 def probabilities(logits_TE: Tensor) -> np.ndarray[Any, Any]:

@@ -15,10 +15,15 @@ import numpy as np
 import pytest
 import torch
 from curves import context, curves
+from free_rules import FREE_RULES
 
 from minimoe.routers import ROUTERS, PrefixRouter, rank
 from minimoe.routers.elbow import Elbow, deviation
+from minimoe.routers.entropy import Entropy
+from minimoe.routers.gap_ratio import GapRatio
+from minimoe.routers.max_gap import MaxGap
 from minimoe.routers.min_p import MinP
+from minimoe.routers.skip import Skip
 from minimoe.routers.threshold import Threshold
 from minimoe.routers.top_k import TopK
 from minimoe.routers.top_p import TopP
@@ -60,6 +65,20 @@ def at_least(p: Curve, threshold: float) -> int:
     return len([value for value in p if value >= threshold])
 
 
+def gap_loop(p: Curve) -> int:
+    gaps = [a - b for a, b in itertools.pairwise(p)]
+    return gaps.index(max(gaps)) + 1 if gaps else 1
+
+
+def ratio_loop(p: Curve, cap: int) -> int:
+    ratios = [a / (b + 1e-12) for a, b in itertools.islice(itertools.pairwise(p), cap)]
+    return ratios.index(max(ratios)) + 1 if ratios else 1
+
+
+def entropy_loop(p: Curve, scale: float) -> int:
+    return math.floor(scale * math.exp(-math.fsum(x * math.log(x) for x in p if x > 0)) + 0.5)
+
+
 # Fractions that float32 holds exactly, so that no rounding decides what is compared.
 RULES: dict[str, tuple[Callable[..., PrefixRouter], Callable[[Curve], int]]] = {
     "top_k": (TopK, lambda p: len(p)),
@@ -69,13 +88,17 @@ RULES: dict[str, tuple[Callable[..., PrefixRouter], Callable[[Curve], int]]] = {
     "top_p:p=1": (lambda **o: TopP(p=1.0, **o), lambda p: top_p_loop(p, 1.0)),
     "min_p": (MinP, lambda p: at_least(p, p[0] * 0.25)),
     "min_p:p=0.0625": (lambda **o: MinP(p=0.0625, **o), lambda p: at_least(p, p[0] * 0.0625)),
+    "max_gap": (MaxGap, gap_loop),
+    "entropy": (Entropy, lambda p: entropy_loop(p, 1.0)),
+    "entropy:scale=0.5": (lambda **o: Entropy(scale=0.5, **o), lambda p: entropy_loop(p, 0.5)),
+    "skip:beta=0.125": (lambda **o: Skip(beta=0.125, **o), lambda p: at_least(p, p[0] * 0.125)),
     "threshold": (Threshold, lambda p: at_least(p, 1 / len(p))),
     "threshold:p=0.03125": (lambda **o: Threshold(p=0.03125, **o), lambda p: at_least(p, 0.03125)),
 }
 
 
-def test_every_registered_rule_is_tested_here() -> None:
-    assert {name.partition(":")[0] for name in RULES} == set(ROUTERS)
+def test_every_registered_rule_is_tested_here_or_among_the_free_ones() -> None:
+    assert {name.partition(":")[0] for name in [*RULES, *FREE_RULES]} == set(ROUTERS)
 
 
 @pytest.mark.parametrize("E", COUNTS)
@@ -99,6 +122,31 @@ def test_k_is_that_of_a_plain_loop_on_thirteen_thousand_curves(name: str, E: int
     assert make(cap=E).route(logits_TE, context(len(wanted))).k_T.tolist() == wanted
     half = (E + 1) // 2
     assert make().route(logits_TE, context(len(wanted), top_k=half)).k_T.tolist() == [min(k, half) for k in wanted]
+
+
+@pytest.mark.parametrize("E", COUNTS)
+@pytest.mark.parametrize("cap", [1, 2, 8, 64])
+def test_gap_ratio_looks_as_far_as_its_cap(cap: int, E: int) -> None:
+    cap = min(cap, E)
+    logits_TE, sorted_curves = curves(E, COUNTS[E]), sorted_lists(E)
+    wanted = [min(cap, ratio_loop(curve, cap)) for curve in sorted_curves]
+    assert GapRatio(cap=cap).route(logits_TE, context(len(wanted))).k_T.tolist() == wanted
+
+
+def test_elbow_by_kneed_is_kneed() -> None:
+    """Against the library fed one double precision curve after another; the argmax often disagrees with it."""
+    kneed = pytest.importorskip("kneed")
+    logits_TE = curves(64, T=600)
+    expected = []
+    for curve in rank(logits_TE)[0].tolist():
+        found = kneed.KneeLocator(range(64), curve, curve="convex", direction="decreasing").knee
+        expected.append(8 if found is None else min(8, max(1, int(found) + 1)))
+    by_kneed = Elbow(method="kneed").route(logits_TE, context(600)).k_T.tolist()
+    assert by_kneed == expected
+    agree = sum(a == b for a, b in zip(by_kneed, Elbow().route(logits_TE, context(600)).k_T.tolist(), strict=True))
+    assert 0 < agree < 600
+    flat = Elbow(method="kneed", cap=2).route(torch.zeros(1, 2), context(1))
+    assert flat.k_T.tolist() == [2]
 
 
 def test_elbow_is_the_papers_program_in_numpy() -> None:
@@ -130,19 +178,28 @@ def test_deviation_at_both_ends_and_at_an_elbow_worked_out_by_hand() -> None:
     assert deviation(p_TE).dtype == torch.float64
 
 
-HAND_RULES = (TopK(k=3), Elbow(cap=8), Elbow(cap=8, reading="printed"), TopP(cap=8), MinP(cap=8), Threshold(cap=8))
+HAND_RULES = (
+    TopK(k=3),
+    Elbow(cap=8),
+    Elbow(cap=8, reading="printed"),
+    TopP(cap=8),
+    MinP(cap=8),
+    Threshold(cap=8),
+    MaxGap(cap=8),
+    GapRatio(cap=8),
+)
 # Eight experts, in 64ths; every k was counted by hand, in the order of HAND_RULES (top_p 0.5, min_p 0.25, threshold
 # 1/8). The elbow keeps fewest experts where the router is least sure, and a straight line has no bend.
 BY_HAND = {
-    "flat": ([8, 8, 8, 8, 8, 8, 8, 8], (3, 1, 1, 4, 8, 8)),
-    "linear": ([15, 13, 11, 9, 7, 5, 3, 1], (3, 1, 1, 3, 6, 4)),
-    "concave": ([11, 11, 10, 10, 9, 7, 5, 1], (3, 1, 1, 3, 7, 5)),
-    "convex": ([32, 16, 8, 4, 2, 1, 0.5, 0.5], (3, 3, 1, 1, 3, 3)),
-    "one hot": ([64, 0, 0, 0, 0, 0, 0, 0], (3, 2, 1, 1, 1, 1)),
-    "step": ([14, 14, 14, 14, 2, 2, 2, 2], (3, 5, 1, 3, 4, 4)),
-    "plateau of two": ([20, 20, 4, 4, 4, 4, 4, 4], (3, 3, 1, 2, 2, 2)),
-    "plateau of seven": ([9, 9, 9, 9, 9, 9, 9, 1], (3, 1, 1, 4, 7, 7)),
-    "two plateaus": ([16, 16, 16, 8, 4, 2, 1, 1], (3, 5, 1, 2, 5, 4)),
+    "flat": ([8, 8, 8, 8, 8, 8, 8, 8], (3, 1, 1, 4, 8, 8, 1, 1)),
+    "linear": ([15, 13, 11, 9, 7, 5, 3, 1], (3, 1, 1, 3, 6, 4, 1, 7)),
+    "concave": ([11, 11, 10, 10, 9, 7, 5, 1], (3, 1, 1, 3, 7, 5, 7, 7)),
+    "convex": ([32, 16, 8, 4, 2, 1, 0.5, 0.5], (3, 3, 1, 1, 3, 3, 1, 1)),
+    "one hot": ([64, 0, 0, 0, 0, 0, 0, 0], (3, 2, 1, 1, 1, 1, 1, 1)),
+    "step": ([14, 14, 14, 14, 2, 2, 2, 2], (3, 5, 1, 3, 4, 4, 4, 4)),
+    "plateau of two": ([20, 20, 4, 4, 4, 4, 4, 4], (3, 3, 1, 2, 2, 2, 2, 2)),
+    "plateau of seven": ([9, 9, 9, 9, 9, 9, 9, 1], (3, 1, 1, 4, 7, 7, 7, 7)),
+    "two plateaus": ([16, 16, 16, 8, 4, 2, 1, 1], (3, 5, 1, 2, 5, 4, 3, 3)),
 }
 
 

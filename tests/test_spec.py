@@ -110,7 +110,7 @@ def test_a_spec_builds_the_rule_that_it_names(spec: str, rule: Router) -> None:
     assert parse_router(spec) == rule
 
 
-@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("name", [name for name, rule in ROUTERS.items() if rule.needs == "nothing"])
 def test_every_registered_name_works_alone_and_with_dashes(name: str) -> None:
     assert parse_router(name) == ROUTERS[name]() == parse_router(name.replace("_", "-"))
 

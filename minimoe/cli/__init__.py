@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import minimoe
-from minimoe.cli import bench, chat, download, generate, routers
+from minimoe.cli import bench, calibrate, chat, compare, download, generate, routers
 from minimoe.cli.terminal import tell, write
 from minimoe.errors import InputError, NumericalError
 
@@ -91,7 +91,15 @@ def _app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_program)
-    for verb in (generate.generate, chat.chat, routers.routers, bench.bench, download.download):
+    for verb in (
+        generate.generate,
+        chat.chat,
+        routers.routers,
+        bench.bench,
+        compare.compare,
+        calibrate.calibrate,
+        download.download,
+    ):
         app.command()(verb)
     return app
 

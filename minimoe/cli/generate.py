@@ -43,6 +43,9 @@ def generate(
     routing: Annotated[
         bool, typer.Option("--routing", help="Show how many experts each token used; with --json, which ones.")
     ] = False,
+    record: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the routing to a file, for --router replay:file=FILE.")
+    ] = None,
     backend: options.Backend = None,
     dtype: options.DType = None,
     device: options.Device = options.DEFAULT_DEVICE,
@@ -72,7 +75,12 @@ def generate(
     meter = Meter()
     start = time.perf_counter()
     stream = engine.stream(
-        text, max_new_tokens=max_new_tokens, stop=stop or (), routing=routing, probe=meter, **sampling
+        text,
+        max_new_tokens=max_new_tokens,
+        stop=stop or (),
+        routing=routing or record is not None,
+        probe=meter,
+        **sampling,
     )
     if not json and sys.stdout.isatty():
         from rich.text import Text
@@ -92,6 +100,12 @@ def generate(
         write("\n")
     result = stream.result
     assert result is not None
+    if record is not None:
+        from minimoe.recording import write_recording
+
+        kept = result.routing or []
+        run = [*result.prompt_tokens, *result.tokens][: kept[0].num_tokens if kept else 0]
+        write_recording(record, run, kept)
     timings = {"load_seconds": load_seconds, **_timings(result, meter, start, time.perf_counter())}
     tell(_summary(result, meter, timings))
 

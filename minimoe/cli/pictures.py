@@ -118,6 +118,31 @@ def curve(probs: Sequence[float], kept: Collection[int]) -> Text:
     return picture
 
 
+def scatter(points: Sequence[tuple[str, float, float, bool]], across: str, up: str) -> str:
+    """Points as letters on a plane of characters, with their names below; those with a mark have a * there.
+
+    Args:
+        points: name, place across, place up, mark.
+    """
+    columns, rows = 60, 14
+    xs, ys = [x for _, x, _, _ in points], [y for _, _, y, _ in points]
+    plane = [[" "] * columns for _ in range(rows)]
+    for index, (_, x, y, _) in enumerate(points):
+        column = round((x - min(xs)) / ((max(xs) - min(xs)) or 1) * (columns - 1))
+        row = round((max(ys) - y) / ((max(ys) - min(ys)) or 1) * (rows - 1))
+        taken = plane[row][column] != " "
+        plane[row][column] = "+" if taken else _letter(index)
+    edge = [f"{max(ys):.4f}", *[""] * (rows - 2), f"{min(ys):.4f}"]
+    lines = [up, *(f"{label:>8} |{''.join(line)}" for label, line in zip(edge, plane, strict=True))]
+    lines += [" " * 9 + "+" + "-" * columns, f"{'':10}{min(xs):<30.4g}{max(xs):>30.4g}  {across}"]
+    lines += [f"  {_letter(i)}{'*' if mark else ' '} {name}" for i, (name, _, _, mark) in enumerate(points)]
+    return "\n".join(lines) + "\n"
+
+
+def _letter(index: int) -> str:
+    return DIGITS[10 + index % (len(DIGITS) - 10)]
+
+
 def _table(*columns: str, text_columns: int = 1) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left", pad_edge=False)
     for index, column in enumerate(columns):

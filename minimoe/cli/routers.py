@@ -8,12 +8,14 @@ import re
 import sys
 import types
 import typing
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from minimoe.cli.options import Json
-from minimoe.cli.terminal import on, write_json
+from minimoe.cli.terminal import on, write, write_json
+from minimoe.errors import InputError
 
 if TYPE_CHECKING:
     from minimoe.routers import Router
@@ -27,10 +29,17 @@ def routers(
     name: Annotated[
         str | None, typer.Argument(metavar="SPEC", help="Show one rule in detail, and draw what it keeps.")
     ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Write all rules as the page ROUTERS.md.")] = False,
     json: Json = False,
 ) -> None:
     """List the routing rules, or show one of them at work."""
     from minimoe.routers import ROUTERS
+
+    if markdown:
+        if name is not None or json:
+            raise InputError("--markdown writes the page of all rules; give it alone.")
+        write("".join(_page({key: _description(rule) for key, rule in ROUTERS.items()})))
+        return
 
     if name is None:
         descriptions = [{"name": key, **_description(rule)} for key, rule in ROUTERS.items()]
@@ -41,15 +50,60 @@ def routers(
         return
     from minimoe.cli.own_rule import OwnRule, read_router
 
-    router = read_router(name)
-    rule = router.rule if isinstance(router, OwnRule) else router
-    description = {"name": name, **_description(type(rule))}
-    examples = [{"label": label, **_example(router, sigma)} for label, sigma in EXAMPLE_SIGMAS.items()]
+    spec = example_spec(name)
+    if spec is None:
+        description, examples = {"name": name, **_description(ROUTERS[name.replace("-", "_")])}, []
+    else:
+        router = read_router(spec)
+        rule = router.rule if isinstance(router, OwnRule) else router
+        description = {"name": spec, **_description(type(rule))}
+        examples = [{"label": label, **_example(router, sigma)} for label, sigma in EXAMPLE_SIGMAS.items()]
     if json:
         write_json({**description, "examples": examples})
         return
     _print_rule(description, keys_in_full=True)
     _print_examples(examples)
+
+
+def _page(descriptions: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """ROUTERS.md, piece by piece: each rule in its own words, with its keys and what it keeps of one curve."""
+    from minimoe.cli.own_rule import read_router
+    from minimoe.cli.pictures import curve
+
+    label, sigma = next(iter(EXAMPLE_SIGMAS.items()))
+    yield (
+        "# Routing rules\n\n"
+        "Written by `python -m minimoe routers --markdown`, from the rules' own docstrings; a test compares the two.\n"
+        f"p_1 to p_N are a token's probabilities in descending order, K is the model's own top-k. Each picture is what "
+        f"the rule keeps (#) for {label}: {EXAMPLE_EXPERTS} Gaussian logits of standard deviation {sigma}, K = "
+        f"{EXAMPLE_TOP_K}.\n"
+    )
+    for key, about in descriptions.items():
+        yield f"\n## {key}\n\n{about['summary']}\n\n- Formula: `{about['formula']}`\n- Source: {about['source']}\n"
+        yield f"- Looks at {_looks(about['sees'])}. Needs {about['needs']}.\n"
+        for entry in about["keys"]:
+            default = "" if entry["default"] is None else f", default {entry['default']}"
+            yield f"- `{entry['name']}` ({entry['type']}{default}): {entry['help']}\n"
+        spec = example_spec(key)
+        if spec is not None:
+            example = _example(read_router(spec), sigma)
+            picture = curve(example["probabilities"], example["kept"]).plain
+            lines = "\n".join(line.rstrip() for line in picture.splitlines())
+            yield f"\n`{spec}`\n\n```\n{lines}\n```\n"
+
+
+def _looks(sees: str) -> str:
+    return "the token itself alone" if sees == "itself" else sees
+
+
+def example_spec(spec: str) -> str | None:
+    """A SPEC that can be drawn: a rule's bare name gets the keys of its example; None if nothing can be drawn."""
+    from minimoe.routers import ROUTERS
+
+    rule = ROUTERS.get(spec.strip().replace("-", "_"))
+    if rule is None or rule.needs != "a recording":
+        return f"{spec}:{rule.example}" if rule is not None and rule.example else spec
+    return None
 
 
 def _description(rule: type[Any]) -> dict[str, Any]:
@@ -68,6 +122,8 @@ def _description(rule: type[Any]) -> dict[str, Any]:
         "summary": prose.partition("\n")[0],
         "formula": formula[1].rstrip(".") if formula else None,
         "source": source[1] if source else None,
+        "sees": getattr(rule, "sees", "itself"),
+        "needs": getattr(rule, "needs", "nothing"),
         "keys": [
             {
                 "name": key,
@@ -128,6 +184,7 @@ def _example(router: Router, sigma: float) -> dict[str, Any]:
         top_k=EXAMPLE_TOP_K,
         norm_topk_prob=False,
         generator=draws,
+        num_layers=1,
     )
     routing = router.route(logits_TE, context)
     probs_TE, experts_TE = rank(logits_TE)
@@ -151,6 +208,10 @@ def _print_rule(description: dict[str, Any], keys_in_full: bool) -> None:
         line(f"  {description['formula']}")
     if description["source"] and keys_in_full:
         line(f"  Source: {description['source']}")
+    if description["sees"] != "itself":
+        line(f"  Looks at {description['sees']}.")
+    if description["needs"] != "nothing":
+        line(f"  Needs {description['needs']}.")
     for key in description["keys"] if keys_in_full else ():
         told = key["default"] is None or "default" in key["help"]
         default = "" if told else f", {key['default']} by default"

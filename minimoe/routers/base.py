@@ -6,8 +6,9 @@ Shape letters: T tokens, E experts, K slots.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from minimoe.probe import Phase
 from minimoe.routing import Routing
 
 Renorm = Literal["model", "none", "kept", "topk"]
+Sees = Literal["itself", "other tokens", "other tokens, also later ones"]
+Needs = Literal["nothing", "calibration", "a recording"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,8 @@ class RouterContext:
         top_k: the model's own number of experts per token.
         norm_topk_prob: whether the model's own rule makes the kept weights sum to 1.
         generator: seeded randomness for rules that draw, or None.
+        num_layers: how many layers the model has, or None where that is not known.
+        checkpoint: gives the fingerprint of the model's router weights, see Olmoe.fingerprint; or None.
     """
 
     layer: int
@@ -42,10 +47,23 @@ class RouterContext:
     top_k: int
     norm_topk_prob: bool
     generator: torch.Generator | None = None
+    num_layers: int | None = None
+    checkpoint: Callable[[], str] | None = None
 
 
 class Router(ABC):
-    """A routing rule: sees router logits and a context, and nothing of the backend that will run the experts."""
+    """A routing rule: sees router logits and a context, and nothing of the backend that will run the experts.
+
+    Attributes:
+        sees: which tokens decide about a token's experts: it alone, or others of the pass as well. A rule that sees
+            tokens after it in its sequence decides otherwise in decode, where they are not there yet.
+        needs: what the rule has to be given before it can run; nothing by default.
+        example: keys that show the rule at work where its defaults do not.
+    """
+
+    sees: ClassVar[Sees] = "itself"
+    needs: ClassVar[Needs] = "nothing"
+    example: ClassVar[str] = ""
 
     @abstractmethod
     def route(self, logits_TE: Tensor, context: RouterContext) -> Routing:
@@ -116,8 +134,7 @@ class PrefixRouter(Router):
         """
         num_experts = logits_TE.shape[-1]
         limit = self.limit(context)
-        if limit > num_experts:
-            raise InputError(f"the router asks for up to {limit} experts a token, but the model has {num_experts}.")
+        check_width(limit, num_experts)
         if self.floor > limit:
             raise InputError(f"the router's floor {self.floor} is above its cap of {limit} experts a token.")
         sorted_probs_TE, experts_TE = rank(logits_TE)
@@ -178,3 +195,59 @@ def check_choice(name: str, value: str, choices: Any) -> None:
     """
     if value not in get_args(choices):
         raise InputError(f"{name} must be one of {', '.join(get_args(choices))}, not {value!r}.")
+
+
+def draw(count: int, context: RouterContext) -> Tensor:
+    """Uniform float64 numbers from 0 to 1, on the CPU so that every device draws the same; seeded by the context."""
+    generator = torch.Generator().manual_seed(0) if context.generator is None else context.generator
+    return torch.rand(count, generator=generator, dtype=torch.float64)
+
+
+def split_mean(mean: float, tokens: int, uniform_T1: Tensor) -> Tensor:
+    """Whole numbers for T tokens whose mean is as wanted: floor(mean) or one more, int64 [T].
+
+    Systematic sampling: T times the fraction get one more, and a lone draw decides about the rest of a token, so that
+    the mean is met to 1/T in every pass and exactly in expectation, even in passes of one token.
+
+    Args:
+        uniform_T1: T + 1 draws, see `draw`; the first T decide who gets more.
+    """
+    least = int(mean // 1)
+    more = int((mean - least) * tokens + uniform_T1[-1].item())
+    number_T = torch.full((tokens,), least, dtype=torch.int64)
+    number_T[uniform_T1[:tokens].argsort()[:more]] += 1
+    return number_T
+
+
+def check_width(wanted: int, num_experts: int) -> None:
+    """Refuse more experts per token than the model has.
+
+    Raises:
+        InputError: names both numbers.
+    """
+    if wanted > num_experts:
+        raise InputError(f"the router asks for up to {wanted} experts a token, but the model has {num_experts}.")
+
+
+def check_positive(name: str, value: float) -> None:
+    """Refuse what is not a finite number above 0.
+
+    Raises:
+        InputError: names the key and the value.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise InputError(f"{name} must be a number above 0, not {value!r}.")
+
+
+def numbers(name: str, value: str | int | None) -> list[int]:
+    """The whole numbers of a key that takes several: 3/17/40, or one alone.
+
+    Raises:
+        InputError: anything else.
+    """
+    if value is None:
+        return []
+    parts = str(value).split("/")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise InputError(f"{name} takes whole numbers with / between them, as in {name}=3/17, not {value!r}.")
+    return [int(part) for part in parts]

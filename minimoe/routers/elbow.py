@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from minimoe.routers.base import PrefixRouter, RouterContext, check_choice
+from minimoe.curve import Reading, deviation
+from minimoe.errors import InputError
+from minimoe.routers.base import PrefixRouter, RouterContext, check_choice, check_positive
 
-Reading = Literal["program", "printed"]
-
-EPSILON = 1e-12
-
-
-def deviation(sorted_probs_TE: Tensor, reading: Reading = "program") -> Tensor:
-    """D, how far the normalised curve stands above the diagonal at each rank; float64 [T, E].
-
-    With p sorted in descending order, N = E and ranks i from 0 (Elbow-based MoE Routing, section 3):
-
-        program:  y_i = (p_1 - p_i) / (p_1 - p_N + 1e-12)    the curve flipped, rising and concave
-        printed:  y_i = (p_i - p_N) / (p_1 - p_N + 1e-12)    as the paper's algorithm has it
-        x_i = i / (N - 1),  D_i = y_i - x_i
-
-    float64, so that the rank where D is largest does not hang on the rounding of this arithmetic.
-    """
-    p_TE = sorted_probs_TE.to(torch.float64)
-    first_T1, last_T1 = p_TE[:, :1], p_TE[:, -1:]
-    height_TE = first_T1 - p_TE if reading == "program" else p_TE - last_T1
-    num_experts = p_TE.shape[1]
-    # One expert alone has no curve; its x is 0, like the first point of any other.
-    x_E = torch.arange(num_experts, dtype=torch.float64, device=p_TE.device) / max(num_experts - 1, 1)
-    return height_TE / (first_T1 - last_T1 + EPSILON) - x_E
+Method = Literal["argmax", "kneed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +27,48 @@ class Elbow(PrefixRouter):
 
     Attributes:
         reading: "program" (default) or "printed".
+        method: "argmax" (default), the formula above; "kneed", the library of that name (Satopaa et al. 2011),
+            which takes the first bend past a threshold and prunes nothing where it finds none.
+        sensitivity: kneed's S, used by that method alone; 1 by default.
     """
 
     reading: Reading = "program"
+    method: Method = "argmax"
+    sensitivity: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("reading", self.reading, Reading)
+        check_choice("method", self.method, Method)
+        check_positive("sensitivity", self.sensitivity)
+        if self.method == "kneed":
+            if self.reading == "printed":
+                raise InputError("method kneed has its own reading of the curve; leave reading out.")
+            _kneed()
 
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
-        return deviation(sorted_probs_TE, self.reading).argmax(dim=-1) + 1
+        if self.method == "argmax":
+            return deviation(sorted_probs_TE, self.reading).argmax(dim=-1) + 1
+        curves = sorted_probs_TE.to(torch.float64).cpu().numpy()
+        return torch.tensor([self._knee(curve) for curve in curves], dtype=torch.int64).to(sorted_probs_TE.device)
+
+    def _knee(self, curve: np.ndarray[Any, Any]) -> int:
+        """kneed on one curve; it cannot take two points or a level line, which have no bend."""
+        if len(curve) < 3 or curve[0] == curve[-1]:
+            return len(curve)
+        ranks = np.arange(1, len(curve) + 1)
+        knee = _kneed()(ranks, curve, S=self.sensitivity, curve="convex", direction="decreasing").knee
+        return len(curve) if knee is None else int(knee)
+
+
+def _kneed() -> Any:
+    """The class that finds knees.
+
+    Raises:
+        InputError: the library is not there; says how to get it.
+    """
+    try:
+        from kneed import KneeLocator
+    except ImportError:
+        raise InputError("method kneed needs the library kneed; pip install 'minimoe[kneed]'.") from None
+    return KneeLocator
