@@ -12,9 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedTokenizerFast
+
+from minimoe.experts import BACKENDS
+from minimoe.native import instruction_sets
+
+WITHOUT_KERNELS = pytest.mark.skipif(not instruction_sets(), reason="the native kernels were not built")
+RUNNABLE = [pytest.param(name, marks=WITHOUT_KERNELS if name == "native" else ()) for name in BACKENDS]
+"""Every backend as a parameter; native is skipped where there was no compiler."""
 
 ABSENT: Any = object()
 """As a value in VARIANTS: the key is left out of config.json."""

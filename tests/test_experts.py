@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixtures import RUNNABLE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,7 +25,7 @@ from minimoe.experts.bucketed import BucketedExperts
 from minimoe.experts.reference import ReferenceExperts
 from minimoe.routing import Routing
 
-OTHERS = [name for name in BACKENDS if name != "reference"]
+OTHERS = [backend for backend in RUNNABLE if backend.values != ("reference",)]
 
 
 def random_weights(E: int, D: int, I: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> ExpertWeights:
@@ -117,7 +118,7 @@ def test_every_backend_equals_the_reference_on_any_shape(backend: str, data: st.
     torch.testing.assert_close(y_TD, ReferenceExperts(weights).run(x_TD, routing), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", RUNNABLE)
 @pytest.mark.parametrize("k", [1, 3])
 def test_all_tokens_on_the_same_experts(backend: str, k: int) -> None:
     weights = random_weights(8, 16, 12)
@@ -161,7 +162,7 @@ def test_what_a_rule_prunes_is_not_computed(backend: str, case: str, kind: str) 
     assert products.rows.total() == sum(k)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", RUNNABLE)
 @pytest.mark.parametrize("k", [[2, 0, 3, 1], [2], [0], [0, 0]])
 def test_broken_weights_of_experts_that_nobody_uses_do_not_leak(backend: str, k: list[int]) -> None:
     weights = random_weights(16, 8, 8)
@@ -177,7 +178,7 @@ def test_broken_weights_of_experts_that_nobody_uses_do_not_leak(backend: str, k:
 
 
 @pytest.mark.parametrize("tokens", [1, 12])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", RUNNABLE)
 def test_the_weighted_sum_is_accumulated_in_float32(backend: str, tokens: int) -> None:
     """256 + 1 is 256 in bfloat16: one expert gives 256 and eight give 1, which makes 264 only in float32."""
     dtype = torch.bfloat16
@@ -190,7 +191,7 @@ def test_the_weighted_sum_is_accumulated_in_float32(backend: str, tokens: int) -
     assert y_TD.tolist() == [[264.0]] * tokens
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", RUNNABLE)
 def test_a_token_does_not_see_its_neighbours(backend: str) -> None:
     k = [3, 0, 1, 8, 2, 2, 5]
     experts = find_backend(backend)(random_weights(8, 16, 12))

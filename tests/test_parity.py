@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import VARIANTS, reference_model
+from fixtures import RUNNABLE, VARIANTS, reference_model
 from torch import Tensor
 from transformers import OlmoeForCausalLM
 
 import minimoe
 from minimoe.cache import KVCache
 from minimoe.engine import Engine
-from minimoe.experts import BACKENDS
 from minimoe.linear import WIDEN_FROM_ROWS
 from minimoe.model import Batch
 from minimoe.probe import RoutingRecorder
@@ -68,7 +67,7 @@ def theirs(reference: OlmoeForCausalLM, ids: Tensor) -> tuple[Tensor, list[Tenso
     return logits, chosen
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", RUNNABLE)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_experts_equal_transformers(checkpoint: Folders, variant: str, backend: str) -> None:
     folder = checkpoint(variant)
@@ -137,7 +136,7 @@ class PrunedGate:
         return logits, weights, experts
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", RUNNABLE)
 @pytest.mark.parametrize("variant", ["top8_of_64", "clip_qkv"])
 def test_pruned_logits_equal_transformers_with_sentinels(checkpoint: Folders, variant: str, backend: str) -> None:
     folder = checkpoint(variant, num_experts=64, num_experts_per_tok=8)
@@ -162,7 +161,7 @@ class FullElbow(Elbow):
         return torch.full_like(super().count(sorted_probs_TE, context), context.top_k)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", RUNNABLE)
 def test_elbow_forced_to_k_is_top_k_bit_for_bit(checkpoint: Folders, backend: str) -> None:
     def logits(router: str | Router) -> Tensor:
         engine = minimoe.load(checkpoint("top8_of_64"), router=router, backend=backend)
@@ -181,8 +180,11 @@ def half_precision(folder: Path) -> tuple[OlmoeForCausalLM, OlmoeForCausalLM]:
     return eager, grouped
 
 
+@pytest.mark.parametrize("backend", RUNNABLE)
 @pytest.mark.parametrize("experts", [{"num_experts": 64, "num_experts_per_tok": 8}, {"num_experts_per_tok": 4}])
-def test_bfloat16_is_as_close_as_transformers_to_itself(checkpoint: Folders, experts: dict[str, int]) -> None:
+def test_bfloat16_is_as_close_as_transformers_to_itself(
+    checkpoint: Folders, experts: dict[str, int], backend: str
+) -> None:
     """The bar of a half-precision engine: twice what two of transformers' own expert implementations differ by.
 
     Once rounding makes two sides choose different experts, their logits have no reason to be close; rows from
@@ -190,21 +192,20 @@ def test_bfloat16_is_as_close_as_transformers_to_itself(checkpoint: Folders, exp
     """
     folder = checkpoint("base", dtype=torch.bfloat16, **experts)
     eager, grouped = half_precision(folder)
-    for backend in BACKENDS:
-        engine, gaps, kept = minimoe.load(folder, backend=backend), [], 0
-        for seed in range(24):
-            ids = prompt(engine, 1 + seed % 12, seed)
-            expected, chosen = theirs(eager, ids)
-            other, other_chosen = theirs(grouped, ids)
-            found, routings = ours(engine, ids)
-            assert found.dtype == torch.bfloat16
-            alike = min(agreeing(chosen, other_chosen), agreeing(chosen, [r.experts_TK for r in routings]))
-            gaps += [(expected - side)[:alike].float().abs().flatten() for side in (other, found)]
-            kept += alike
-        assert kept >= 48
-        their_gap, our_gap = torch.cat(gaps[::2]).max(), torch.cat(gaps[1::2]).max()
-        assert their_gap > 0
-        assert our_gap <= 2 * their_gap
+    engine, gaps, kept = minimoe.load(folder, backend=backend), [], 0
+    for seed in range(24):
+        ids = prompt(engine, 1 + seed % 12, seed)
+        expected, chosen = theirs(eager, ids)
+        other, other_chosen = theirs(grouped, ids)
+        found, routings = ours(engine, ids)
+        assert found.dtype == torch.bfloat16
+        alike = min(agreeing(chosen, other_chosen), agreeing(chosen, [r.experts_TK for r in routings]))
+        gaps += [(expected - side)[:alike].float().abs().flatten() for side in (other, found)]
+        kept += alike
+    assert kept >= 48
+    their_gap, our_gap = torch.cat(gaps[::2]).max(), torch.cat(gaps[1::2]).max()
+    assert their_gap > 0
+    assert our_gap <= 2 * their_gap
 
 
 def agreeing(ones: list[Tensor], others: list[Tensor]) -> int:
@@ -214,16 +215,16 @@ def agreeing(ones: list[Tensor], others: list[Tensor]) -> int:
     return int(same_T.int().cumprod(0).sum())
 
 
-def test_bfloat16_with_two_experts_is_transformers_bit_for_bit(checkpoint: Folders) -> None:
+@pytest.mark.parametrize("backend", RUNNABLE)
+def test_bfloat16_with_two_experts_is_transformers_bit_for_bit(checkpoint: Folders, backend: str) -> None:
     """Two rounded terms have one sum, so transformers' implementations agree to the bit, and so must we.
 
     Prompts stay under the length from which `linear` may widen weights, which reorders sums.
     """
     folder = checkpoint("base", dtype=torch.bfloat16)
     eager, grouped = half_precision(folder)
-    for backend in BACKENDS:
-        engine = minimoe.load(folder, backend=backend)
-        for length in range(1, WIDEN_FROM_ROWS):
-            ids = prompt(engine, length)
-            assert torch.equal(theirs(eager, ids)[0], theirs(grouped, ids)[0])
-            assert torch.equal(ours(engine, ids)[0], theirs(eager, ids)[0])
+    engine = minimoe.load(folder, backend=backend)
+    for length in range(1, WIDEN_FROM_ROWS):
+        ids = prompt(engine, length)
+        assert torch.equal(theirs(eager, ids)[0], theirs(grouped, ids)[0])
+        assert torch.equal(ours(engine, ids)[0], theirs(eager, ids)[0])
