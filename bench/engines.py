@@ -112,7 +112,7 @@ class Transformers(BenchEngine):
 
 
 class LlamaCpp(BenchEngine):
-    """llama.cpp through llama-cpp-python, on a GGUF file of the same bfloat16 weights, written beside the folder."""
+    """llama.cpp through llama-cpp-python, on a GGUF file of the same bfloat16 weights, written when it is needed."""
 
     variants = ("BF16",)
     most_sequences = 1  # the Python class runs one sequence

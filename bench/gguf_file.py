@@ -5,6 +5,8 @@ Needs the gguf package. Names and keys are those of llama.cpp's OLMoE architectu
 
 from __future__ import annotations
 
+import hashlib
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,10 +32,17 @@ WIDE = ("norm", "ffn_gate_inp")  # llama.cpp wants these in float32
 
 
 def write_gguf(folder: Path) -> Path:
-    """Write `<folder>.gguf` beside the folder unless it is there; one tensor is in memory at a time."""
+    """Write the file into the system's temporary folder unless it is there; one tensor is in memory at a time.
+
+    It is named after the weight files, their sizes and their times, so other weights never find it.
+    """
     import gguf
 
-    path = folder.with_name(f"{folder.name}.gguf")
+    files = [
+        (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in folder.glob("*.safetensors")
+    ]
+    key = hashlib.sha256(repr(sorted(files)).encode()).hexdigest()[:12]
+    path = Path(tempfile.gettempdir()) / f"minimoe-{folder.name}-{key}.gguf"
     if path.exists():
         return path
     checkpoint = read_checkpoint(folder)
