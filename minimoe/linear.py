@@ -19,13 +19,14 @@ WIDEN_ELEMENTS = 2**19
 def linear(x_TA: Tensor, weight_BA: Tensor) -> Tensor:
     """x_TA [T, A] times the transpose of weight_BA [B, A], accumulated in float32; the dtype of x.
 
-    bfloat16 on a CPU goes through the native kernels, which read a weight about as fast as memory gives it; float32
-    is what torch itself is good at. Without the kernels a half-precision weight on a CPU without instructions for it
-    is widened to float32, block by block, where that is faster. The results are the same up to the order of the sum.
+    bfloat16 on a CPU goes through the native kernels, which read a weight about as fast as memory gives it. torch is
+    good at many rows on a CPU that multiplies bfloat16 matrices itself, and at float32. Without the kernels a
+    half-precision weight on a CPU without instructions for it is widened to float32, block by block, where that is
+    faster. The results are the same up to the order of the sum.
     """
     if x_TA.dtype == torch.bfloat16 and x_TA.device.type == "cpu" and not _wants_gradient(x_TA, weight_BA):
         kernels = best_kernels()
-        if kernels:
+        if kernels and (x_TA.shape[0] < WIDEN_FROM_ROWS or not has_native_half(torch.bfloat16)):
             return kernels.linears(x_TA, [weight_BA])[0]
     if (
         x_TA.shape[0] >= WIDEN_FROM_ROWS

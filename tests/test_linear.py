@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from minimoe.linear import WIDEN_FROM_ROWS, has_native_half, linear
+from minimoe.native import best_kernels
 
 EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 ROWS = (0, 1, 3, WIDEN_FROM_ROWS - 1, WIDEN_FROM_ROWS, 40)
@@ -78,3 +79,16 @@ def test_widening_lets_gradients_through(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_the_processor_can_do_is_a_plain_yes_or_no() -> None:
     assert {type(has_native_half(dtype)) for dtype in (torch.bfloat16, torch.float16)} == {bool}
+
+
+@pytest.mark.skipif(best_kernels() is None, reason="no native kernels")
+@pytest.mark.parametrize(("rows", "half", "expected"), [(1, True, True), (40, True, False), (40, False, True)])
+def test_torch_takes_many_rows_where_the_processor_multiplies_bfloat16_itself(
+    rows: int, half: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minimoe.linear.has_native_half", lambda dtype: half)
+    products: list[int] = []
+    product = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, w: products.append(len(x)) or product(x, w))
+    linear(*operands(rows, torch.bfloat16))
+    assert (products == []) is expected

@@ -387,13 +387,16 @@ def test_every_set_writes_the_same_text() -> None:
     assert len(set(texts.values())) == 1, texts
 
 
-def test_native_is_the_default_where_it_runs() -> None:
+@pytest.mark.parametrize("half", [False, True])
+def test_native_is_the_default_where_it_is_the_fastest(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minimoe.experts.has_native_half", lambda dtype: half)
     cpu = torch.device("cpu")
-    expected = "native" if len(SETS) > 1 else "bucketed"
-    assert default_backend(torch.bfloat16, cpu) == expected
+    fastest = "native" if len(SETS) > 1 else "bucketed"
+    assert default_backend(torch.float32, cpu) == fastest
+    assert default_backend(torch.bfloat16, cpu) == ("bucketed" if half else fastest)
     assert default_backend(torch.float16, cpu) == "bucketed"
     assert default_backend(torch.bfloat16, torch.device("cuda")) == "bucketed"
-    assert minimoe.load("tiny").backend == expected
+    assert minimoe.load("tiny").backend == default_backend(torch.bfloat16, cpu)
     assert minimoe.load("tiny", dtype="float16").backend == "bucketed"
 
 

@@ -9,6 +9,7 @@ from minimoe.experts.base import Backend, Experts, ExpertWeights
 from minimoe.experts.bucketed import BucketedExperts
 from minimoe.experts.native import Native
 from minimoe.experts.reference import ReferenceExperts
+from minimoe.linear import has_native_half
 from minimoe.native import DTYPES, best_kernels
 
 BACKENDS: dict[str, Callable[..., Backend]] = {
@@ -36,8 +37,14 @@ def find_backend(spec: str) -> Backend:
 
 
 def default_backend(dtype: torch.dtype, device: torch.device) -> str:
-    """The fastest backend for a dtype on a device: native where its kernels run, else bucketed."""
-    return "native" if device.type == "cpu" and dtype in DTYPES and best_kernels() else "bucketed"
+    """The fastest backend for a dtype on a device: native where its kernels run, else bucketed.
+
+    Where the processor multiplies bfloat16 matrices with instructions of its own, torch's prefill is ahead of the
+    kernels, which do not use them; bucketed takes the better of the two for each product.
+    """
+    if device.type != "cpu" or dtype not in DTYPES or not best_kernels():
+        return "bucketed"
+    return "bucketed" if dtype == torch.bfloat16 and has_native_half(dtype) else "native"
 
 
 __all__ = ["BACKENDS", "Backend", "ExpertWeights", "Experts", "default_backend", "find_backend"]
