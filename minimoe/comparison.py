@@ -211,7 +211,7 @@ def _pass(
 
 def resamples(items: int, seed: int, count: int = RESAMPLES) -> np.ndarray[Any, Any]:
     """How often each item is drawn in each bootstrap resample, [R, N]; one set for all arms makes them paired."""
-    return np.random.default_rng(seed).multinomial(items, [1 / items] * items, size=count)
+    return np.random.default_rng(seed % 2**64).multinomial(items, [1 / items] * items, size=count)
 
 
 def interval(statistic_R: np.ndarray[Any, Any]) -> list[float]:

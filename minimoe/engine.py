@@ -273,7 +273,7 @@ def load(
     """
     rule = parse_router(router)
     place = _device(str(device))
-    chosen = find_backend(backend) if backend else None
+    chosen = None if backend is None else find_backend(backend)
     if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):
         raise InputError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
     if threads is not None:

@@ -172,7 +172,9 @@ def calibrate(
         "mean_k": None if rule == "skip" else wanted,
         "values": values,
     }
-    Path(path).write_text(json.dumps(document) + "\n", "utf-8")
+    fresh = Path(f"{path}.new")
+    fresh.write_text(json.dumps(document) + "\n", "utf-8")
+    os.replace(fresh, path)
     part.unlink(missing_ok=True)
     return document
 

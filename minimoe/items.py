@@ -61,7 +61,7 @@ def cloze_items(engine: Engine, path: str | Path, limit: int | None = None) -> l
         InputError: a file that is missing, empty, or whose line (named) is no item or too long for the model.
     """
     try:
-        lines = Path(path).read_text("utf-8").splitlines()
+        lines = Path(path).read_text("utf-8-sig").split("\n")
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}.") from None
     except UnicodeDecodeError:
@@ -75,10 +75,12 @@ def cloze_items(engine: Engine, path: str | Path, limit: int | None = None) -> l
 def _cloze_item(engine: Engine, line: str, place: str) -> Item:
     try:
         fields = json.loads(line)
-        passage, endings, label = fields["ctx"], list(fields["endings"]), int(fields["label"])
-        sound = isinstance(passage, str) and 0 <= label < len(endings)
+        passage, endings, label = fields["ctx"], fields["endings"], fields["label"]
+        label = int(label) if isinstance(label, str) else label  # HellaSwag's own files quote it
+        sound = isinstance(passage, str) and isinstance(endings, list) and type(label) is int
+        sound = sound and 0 <= label < len(endings)
         sound = sound and all(isinstance(ending, str) and ending.strip() for ending in endings)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         sound = False
     if not sound:
         raise InputError(f"{place} is no cloze item; it needs ctx, endings and label, as HellaSwag has them.")

@@ -5,7 +5,9 @@ Shape letters: L layers, T tokens, K slots.
 
 from __future__ import annotations
 
+import os
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,11 +39,13 @@ def write_recording(path: str | Path, ids: Sequence[int], layers: Sequence[Routi
     Raises:
         InputError: the ids and the routings are not of one length, or there is nothing to write.
     """
-    if not layers or any(layer.num_tokens != len(ids) for layer in layers):
+    if not layers or not ids or any(layer.num_tokens != len(ids) for layer in layers):
         raise InputError(f"a recording needs a routing of all {len(ids)} tokens for every layer.")
     tokens = len(ids)
     whole = Routing.cat(layers)  # one width for all layers
-    with open(path, "wb") as file:  # given a name, numpy would add .npz to it
+    # Written beside and moved over, so that an older recording is never half replaced.
+    fresh = Path(f"{path}.new")
+    with open(fresh, "wb") as file:  # given a name, numpy would add .npz to it
         np.savez_compressed(
             file,
             ids=np.asarray(ids, dtype=np.int64),
@@ -50,6 +54,7 @@ def write_recording(path: str | Path, ids: Sequence[int], layers: Sequence[Routi
             weights=whole.weights_TK.reshape(len(layers), tokens, -1).numpy(),
             k=whole.k_T.reshape(len(layers), tokens).numpy(),
         )
+    os.replace(fresh, path)
 
 
 def read_recording(path: str | Path) -> Recording:
@@ -66,9 +71,21 @@ def read_recording(path: str | Path) -> Recording:
             layers = [Routing(e, w, n, num_experts) for e, w, n in zip(experts, weights, k, strict=True)]
         for layer in layers:
             layer.check()
+        if ids_T.dtype != torch.int64 or ids_T.dim() != 1:
+            raise ValueError("ids are int64 [T]")
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except (ValueError, KeyError, TypeError, EOFError, AttributeError, zipfile.BadZipFile):
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        EOFError,
+        AttributeError,
+        OverflowError,
+        RuntimeError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ):
         raise InputError(f"{path} is no recording of a routing; make one with 'minimoe generate --record'.") from None
     if not layers or any(layer.num_tokens != len(ids_T) for layer in layers):
         raise InputError(f"{path} is a damaged recording: its parts have different lengths.")

@@ -919,3 +919,64 @@ def test_a_chat_that_breaks_off_keeps_its_turns(cli: Cli, chatty: Path) -> None:
     run = cli("chat", "-m", chatty, "-n", "3", stdin=b"x" * (2**20 + 1))
     assert run.code == 2
     assert "too long" in run.err
+
+
+@pytest.mark.parametrize("path", ["", "folder", "missing/file.svg", "device.svg"])
+@pytest.mark.parametrize("option", ["--record", "--plot", "--out"])
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(
+    cli: Cli, option: str, path: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "device.svg").symlink_to("/dev/null")
+    (tmp_path / "text").write_text("The owl sat in the tree. " * 20)
+    path = "folder.svg" if (option, path) == ("--plot", "folder") else path
+    (tmp_path / "folder.svg").mkdir()
+    verbs = {
+        "--record": ("generate", "The owl", "-n", 2),
+        "--plot": ("compare", "--text", "text", "--window", 8, "--limit", 2, "--no-controls"),
+        "--out": ("calibrate", "skip", "--text", "text"),
+    }
+    run = cli(*verbs[option], "-m", folder, option, path)
+    assert (run.code, run.out) == (2, "")
+    assert run.err.count("\n") == 1
+    assert option in run.err
+
+
+def test_nothing_run_is_nothing_to_record(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    run = cli("generate", "The owl", "-m", folder, "-n", 0, "--record", tmp_path / "r.npz")
+    assert (run.code, run.out) == (2, "")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"ctx": "x", "endings": ["a"], "label": 1e400}',
+        '{"ctx": "x", "endings": ["a", "b"], "label": 0.7}',
+        '{"ctx": "x", "endings": ["a", "b"], "label": true}',
+        '{"ctx": "x", "endings": "ab", "label": 0}',
+        "[" * 100_000,
+    ],
+    ids=lambda line: line[:48],
+)
+def test_a_line_that_is_no_cloze_item_is_named(cli: Cli, folder: Path, tmp_path: Path, line: str) -> None:
+    file = tmp_path / "items.jsonl"
+    good = json.dumps({"ctx": "The owl", "endings": ["sat", "ran\u2028on"], "label": "1"}, ensure_ascii=False)
+    file.write_text(f"\ufeff{good}\n{line}\n{good}\n", "utf-8")
+    run = cli("compare", "--cloze", file, "-m", folder, "--no-controls")
+    assert (run.code, run.out) == (2, "")
+    assert f"line 2 of {file} is no cloze item" in run.err
+
+
+def test_every_whole_number_is_a_seed_of_compare(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("The owl sat in the tree. " * 20)
+    words = ("compare", "--text", tmp_path / "text", "-m", folder, "--window", 8, "--limit", 2, "--no-controls")
+    assert cli(*words, "--seed", -1).code == 0
+
+
+def test_an_absurd_number_of_kept_experts_is_all_of_them(cli: Cli, folder: Path) -> None:
+    words = ("generate", "The owl", "-m", folder, "-n", 2, "--temperature", 0)
+    many = cli(*words, "--router", f"random_tail:keep={10**30}")
+    assert many.code == 0
+    assert many.out == cli(*words).out

@@ -27,6 +27,7 @@ def calibrate(
     json: options.Json = False,
 ) -> None:
     """Fit a rule to a text. A run that was cut off goes on where it was when the same command is given again."""
+    options.check_output("--out", out)
     written = read_text(text)
     from minimoe.fitting import calibrate as fit
     from minimoe.items import text_items

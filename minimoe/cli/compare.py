@@ -52,6 +52,8 @@ def compare(
         raise InputError("give either --text FILE or --cloze FILE.")
     if plot is not None and Path(plot).suffix not in (".png", ".svg"):
         raise InputError(f"--plot writes .png or .svg files, not {plot!r}.")
+    if plot is not None:
+        options.check_output("--plot", plot)
     written = read_text(text) if text is not None else ""
     from minimoe.cli.own_rule import read_router
     from minimoe.comparison import compare as run
@@ -65,15 +67,17 @@ def compare(
         raise InputError("an interval needs at least two items; give a longer text or a smaller --window.")
     outcomes = run(engine, rules, items, controls=controls, seed=seed)
     source = str(cloze or text)
-    if plot is not None:
-        _plot(outcomes, plot)
     if json:
         write_json(_document(engine, outcomes, items, source, seed))
+        if plot is not None:
+            _plot(outcomes, plot)
         return
     from minimoe.cli.pictures import scatter
 
     write(table(outcomes, with_accuracy=cloze is not None))
     write("\n" + scatter(points(outcomes), "MFLOPs a token", "bits a byte") + "\n")
+    if plot is not None:
+        _plot(outcomes, plot)
     write("* the frontier: no other arm is as cheap and better. The random controls stand in the table only.\n")
 
 

@@ -63,6 +63,10 @@ def generate(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
+    if record is not None:
+        options.check_output("--record", record)
+        if max_new_tokens == 0:
+            raise InputError("--record needs --max-new-tokens of at least 1: without new tokens nothing is run.")
     from minimoe.benchmark import Meter
 
     start = time.perf_counter()

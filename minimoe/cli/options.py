@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import platform
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import minimoe
 from minimoe.cli.terminal import reading
+from minimoe.errors import InputError
 from minimoe.hub import EMBEDDED
 
 if TYPE_CHECKING:
@@ -80,6 +83,23 @@ def check_sampling(**options: Any) -> dict[str, Any]:
 
     Sampling(**options)
     return options
+
+
+def check_output(option: str, path: str) -> None:
+    """Refuse a file that cannot be written, before there is work to lose.
+
+    Raises:
+        InputError: names the option and the reason.
+    """
+    place = Path(path)
+    if not path or place.is_dir():
+        raise InputError(f"{option} needs the name of a file, not {path!r}.")
+    if place.exists() and not place.is_file():
+        raise InputError(f"{option} cannot write {path}: it is not a plain file.")
+    if not place.parent.is_dir():
+        raise InputError(f"{option} cannot write {path}: there is no folder {place.parent}.")
+    if not os.access(place if place.exists() else place.parent, os.W_OK):
+        raise InputError(f"{option} cannot write {path}: permission denied.")
 
 
 def load_engine(

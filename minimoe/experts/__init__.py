@@ -25,13 +25,13 @@ def find_backend(spec: str) -> Backend:
     Raises:
         InputError: lists the names there are; or the native kernels cannot run here.
     """
-    name, _, option = spec.partition(":")
+    name, colon, option = spec.partition(":")
     if name not in BACKENDS:
         raise InputError(f"unknown backend {spec!r}; choose one of {', '.join(BACKENDS)}.")
     key, _, value = option.partition("=")
-    if not option:
+    if not colon:
         return BACKENDS[name]()
-    if name != "native" or key != "isa":
+    if name != "native" or key != "isa" or not value:
         raise InputError(f"backend {name} takes no option {option!r}; only native does, as in native:isa=avx2.")
     return Native(isa=value)
 

@@ -302,5 +302,5 @@ def find_kernels(isa: str | None = None) -> Kernels:
     if isa is None:
         return next(iter(known.values()))
     if isa not in known:
-        raise InputError(f"this processor cannot run isa {isa!r}; choose one of {', '.join(known)}.")
+        raise InputError(f"there are no kernels {isa!r} for this processor; choose one of {', '.join(known)}.")
     return known[isa]

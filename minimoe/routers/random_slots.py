@@ -51,7 +51,11 @@ class RandomSlots(Router):
         width, device = context.top_k, logits_TE.device
         check_width(width, num_experts)
         probs_TE, experts_TE = rank(logits_TE)
-        cut_T = deviation(probs_TE).argmax(dim=-1) + 1 if self.keep is None else torch.full((tokens,), self.keep)
+        cut_T = (
+            deviation(probs_TE).argmax(dim=-1) + 1
+            if self.keep is None
+            else torch.full((tokens,), min(self.keep, width))
+        )
         cut_T1 = cut_T.to(device).clamp(max=width)[:, None]
         pool_TE = self.pool(cut_T1, torch.arange(num_experts, device=device), context)
         replaced_TK = self.replaced(cut_T1, torch.arange(width, device=device))
