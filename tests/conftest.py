@@ -1,7 +1,10 @@
-"""Checkpoints are written once a session; tests share them by name."""
+"""What all tests share: checkpoints that are written once a session, and the command line in this process."""
 
 from __future__ import annotations
 
+import io
+import shutil
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -9,8 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import write_checkpoint
+from command_line import Cli, Run
+from fixtures import edit_json, write_checkpoint
 from hypothesis import HealthCheck, settings
+
+from minimoe.cli import main
 
 # The shapes are tiny: a second thread would only wait for the first.
 torch.set_num_threads(1)
@@ -27,4 +33,34 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def folder(variant: str = "base", **options: Any) -> Path:
         return write_checkpoint(tmp_path_factory.mktemp(variant), variant, **options)
 
+    return folder
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """Runs the command line in this process, with bytes on its stdin."""
+
+    def run(*words: str, stdin: bytes = b"") -> Run:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        code = main([str(word) for word in words])
+        captured = capsys.readouterr()
+        return Run(code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def folder(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("top8_of_64")
+
+
+@pytest.fixture(scope="session")
+def chatty(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a chat template and a context of 128 tokens."""
+    folder = tmp_path_factory.mktemp("chatty") / "model"
+    shutil.copytree(checkpoint("base"), folder)
+    edit_json(folder / "tokenizer_config.json", {"chat_template": TEMPLATE})
     return folder

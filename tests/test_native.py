@@ -185,7 +185,7 @@ def test_nothing_outside_the_result_is_written(kernels: Kernels, dtype: torch.dt
         y_TB, room = between_guards((T, B), dtype)
         rows, weights, results = (ctypes.c_int64 * 1)(B), _places(weight_BA), _places(y_TB)
         arguments = (kernels.index, int(dtype == torch.bfloat16), 1, T, A, 1)
-        kernels.library.minimoe_linear(*arguments, rows, x_TA.data_ptr(), weights, results)
+        kernels.interface.minimoe_linear(*arguments, rows, x_TA.data_ptr(), weights, results)
         assert torch.equal(y_TB, product(kernels, x_TA, weight_BA))
         assert (room[:65] == 7).all()
         assert (room[-65:] == 7).all()

@@ -1,4 +1,4 @@
-"""What the card of the embedded model is made from: cloze items, their scores, router health, controls, tables."""
+"""What the card of the embedded model is made from: cloze items, their scores, router health, tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ import accuracy  # noqa: E402
 import card  # noqa: E402
 import cloze  # noqa: E402
 import router_health  # noqa: E402
-import rules  # noqa: E402
 
 import minimoe  # noqa: E402
 from minimoe.probe import Probe  # noqa: E402
@@ -135,50 +134,6 @@ def test_one_leading_expert_has_a_right_angle_and_a_flat_row_none() -> None:
     # The elbow (1/4, 1): down-left to the origin, right to (1, 1).
     assert sharp == pytest.approx(180 - math.degrees(math.atan2(1, 0.25)))
     assert math.isnan(none)
-
-
-# Controls
-
-
-def test_mixed_top_k_has_the_wanted_mean_and_only_its_two_neighbours() -> None:
-    rule = rules.MixedTopK(means=(3.3, 7.8))
-    for layer, mean in enumerate(rule.means):
-        routing = rule.route(logits(20_000), context(20_000, layer=layer))
-        assert set(routing.k_T.tolist()) == {math.floor(mean), math.ceil(mean)}
-        assert routing.k_T.double().mean().item() == pytest.approx(mean, rel=0.01)
-
-
-@pytest.mark.parametrize("part", ["tail", "head"])
-def test_only_the_named_part_is_replaced_and_weights_stay(part: str) -> None:
-    logits_TE = logits(500)
-    sorted_TE, experts_TE = rank(logits_TE)
-    routing = rules.Replaced(part=part).route(logits_TE, context(500))
-    routing.check()
-    kept = ROUTERS["elbow"]().route(logits_TE, context(500)).k_T.tolist()
-    assert torch.equal(routing.weights_TK, sorted_TE[:, :8])
-    assert min(kept) < 8
-    differing = 0
-    for row, ranking, k in zip(routing.experts_TK.tolist(), experts_TE.tolist(), kept, strict=True):
-        if part == "tail":
-            assert row[:k] == ranking[:k]
-            assert not set(row[k:]) & set(ranking[:k])
-            differing += row[k:] != ranking[k:8]
-        else:
-            assert row[k:] == ranking[k:8]
-            assert not set(row[:k]) & set(ranking[:8])
-            differing += 1
-    assert differing > 0
-
-
-def test_every_lower_rank_is_drawn_alike() -> None:
-    logits_TE = torch.arange(12, 0, -1.0).repeat(6000, 1)  # expert = rank
-    (k,) = set(ROUTERS["elbow"]().route(logits_TE, context(6000, top_k=6)).k_T.tolist())
-    drawn = rules.Replaced(part="tail").route(logits_TE, context(6000, top_k=6)).experts_TK[:, k:]
-    counts = torch.bincount(drawn.flatten(), minlength=12)
-    assert counts[:k].tolist() == [0] * k
-    even = drawn.numel() / (12 - k)
-    assert counts[k:].min() > 0.9 * even
-    assert counts[k:].max() < 1.1 * even
 
 
 # The card

@@ -33,12 +33,12 @@ class Kernels:
     Attributes:
         name: of the instruction set.
         index: its number in the library.
-        library: the loaded library.
+        interface: the functions of the loaded library.
     """
 
     name: str
     index: int
-    library: ctypes.CDLL
+    interface: ctypes.CDLL
 
     def linears(self, x_TA: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
         """x_TA [T, A] times the transpose of each weight [B, A]: float32 or bfloat16, all alike, on the CPU.
@@ -53,7 +53,7 @@ class Kernels:
         x_TA, n = x_TA.contiguous(), len(weights)
         rows = [len(weight) for weight in weights]
         results = [x_TA.new_empty(T, B) for B in rows]
-        self.library.minimoe_linear(
+        self.interface.minimoe_linear(
             self.index,
             DTYPES[x_TA.dtype],
             torch.get_num_threads(),
@@ -78,7 +78,7 @@ class Kernels:
         probs_TE = probs_TE.contiguous()
         T, E = probs_TE.shape
         sorted_TE, experts_TE = torch.empty_like(probs_TE), torch.empty_like(probs_TE, dtype=torch.int64)
-        self.library.minimoe_rank(
+        self.interface.minimoe_rank(
             self.index,
             torch.get_num_threads(),
             T,
@@ -97,7 +97,7 @@ class Kernels:
         if weight_D.shape != (D,):
             raise ValueError(f"a norm of {D} numbers needs as many weights, not {list(weight_D.shape)}")
         y_TD = torch.empty_like(x_TD)
-        self.library.minimoe_norm(
+        self.interface.minimoe_norm(
             self.index,
             DTYPES[x_TD.dtype],
             torch.get_num_threads(),
@@ -160,7 +160,7 @@ class Kernels:
             raise ValueError("projections, norms, rotation and caches do not fit together")
         q_TD, k_TGd, v_TGd = q_TD.contiguous(), k_TGd.contiguous(), v_TGd.contiguous()
         y_TD = torch.empty_like(q_TD)
-        failed = self.library.minimoe_attention(
+        failed = self.interface.minimoe_attention(
             self.index,
             DTYPES[q_TD.dtype],
             torch.get_num_threads(),
@@ -203,7 +203,7 @@ class Kernels:
             tensor.contiguous() for tensor in (x_TD, experts_TK, weights_TK.float(), k_T)
         )
         y_TD = torch.empty_like(x_TD)
-        done = self.library.minimoe_experts(
+        done = self.interface.minimoe_experts(
             self.index,
             DTYPES[x_TD.dtype],
             torch.get_num_threads(),

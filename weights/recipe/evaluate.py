@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from bits import held_out, token_streams, total_bits, xz_size
 from card import write_card
 from data import SHARES
 from router_health import RouterHealth
-from rules import MixedTopK, Replaced
 from safetensors.torch import load_file
 from tokenizers import Tokenizer as TokenizerFile
 
@@ -137,9 +137,9 @@ class Measurement:
     def rules(self) -> dict[str, Any]:
         """top-k, elbow, and the controls that belong beside elbow."""
         results = {"top_k": self.rule(ROUTERS["top_k"]()), "elbow": self.rule(ROUTERS["elbow"]())}
-        results["same_mean_k"] = self.rule(MixedTopK(means=results["elbow"]["mean_k"]))
-        results["random_tail"] = self.rule(Replaced(part="tail"))
-        results["random_head"] = self.rule(Replaced(part="head"))
+        results["same_mean_k"] = self.rule(ROUTERS["mixed_k"](k=fmean(results["elbow"]["mean_k"])))
+        results["random_tail"] = self.rule(ROUTERS["random_tail"]())
+        results["random_head"] = self.rule(ROUTERS["random_head"]())
         return results
 
     def texts(self) -> dict[str, Any]:

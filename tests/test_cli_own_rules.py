@@ -1,0 +1,142 @@
+"""A user's own routing rule at the command line: it may fail, print and lie, and is told of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import Cli, assert_one_sentence
+
+from minimoe.routing import Routing
+
+# A user's own rules.
+
+HEAD = "import torch\nfrom minimoe.routers import Router, TopK\nfrom minimoe.routing import Routing\n"
+
+
+OWN_RULES = {
+    "raises at import": ("1 / 0\nclass Mine(TopK): pass", "ZeroDivisionError"),
+    "exits at import": ("import sys; sys.exit(3)", "SystemExit"),
+    "does not parse": ("class Mine(TopK) pass", "SyntaxError"),
+    "raises when built": (
+        "class Mine(Router):\n def __init__(self): raise KeyError('lost')\n route = None",
+        "KeyError",
+    ),
+    "raises in route": ("class Mine(TopK):\n def route(self, x, context):\n  return 1 / 0", "line 6 of"),
+    "exits in route": ("class Mine(TopK):\n def route(self, x, context): raise SystemExit(3)", "SystemExit"),
+    "raises in count": ("class Mine(TopK):\n def count(self, p, context): return p.nonsense", "AttributeError"),
+    "returns nothing": ("class Mine(TopK):\n def route(self, x, context): pass", "NoneType"),
+    "routes too few tokens": (
+        "class Mine(TopK):\n def route(self, x, context): return super().route(x, context).rows(slice(0, 1))",
+        "was given logits",
+    ),
+    "names an expert that is not there": (
+        "class Mine(TopK):\n"
+        " def route(self, x, context):\n"
+        "  r = super().route(x, context)\n"
+        "  return Routing(r.experts_TK + 64, r.weights_TK, r.k_T, 64)",
+        "broken Routing",
+    ),
+}
+
+
+@pytest.mark.parametrize(("code", "named"), OWN_RULES.values(), ids=OWN_RULES)
+def test_a_rule_that_fails_is_named_with_its_error(
+    cli: Cli, folder: Path, tmp_path: Path, code: str, named: str
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(HEAD + code)
+    for verb in (("generate", "-n", 2), ("bench", "-p", 4, "-n", 0)):
+        run = cli(*verb, "-m", folder, "--json", "--router", f"{file}:Mine")
+        assert_one_sentence(run)
+        assert str(file) in run.err
+        assert named in run.err
+
+
+def test_how_often_an_own_rule_is_tested(
+    cli: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(HEAD + "class Mine(TopK): pass")
+    tested: list[Routing] = []
+    monkeypatch.setattr(Routing, "check", lambda routing: tested.append(routing))
+    layers, own = 3, ("-m", folder, "--router", f"{file}:Mine")
+    cli("generate", "-n", 5, *own)
+    assert len(tested) == layers * 5
+    tested.clear()
+    cli("bench", "-p", 4, "-n", 4, "-r", 2, *own)
+    assert len(tested) == layers * 2
+
+
+def test_a_rule_that_works(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(HEAD + "class Mine(TopK):\n def limit(self, context): return 3")
+    own = ("-m", folder, "-r", f"{file}:Mine")
+    assert cli("generate", *own, "-n", 4, "--json").document["mean_k"] == 3
+    words = ("-p", 4, "-n", 0, "-r", 1, "-o", "json", "--router", f"{file}:Mine")
+    (row,) = cli("bench", "-m", folder, *words).document["rows"]
+    assert (row["mean_k"], row["router"]) == (3, f"{file}:Mine")
+    assert cli("routers", f"{file}:Mine", "--json").document["examples"][0]["k"] == 3
+
+
+RULES = """
+from minimoe.routers import PrefixRouter, Router
+from minimoe.routing import Routing
+
+print("imported")
+
+class Talks(PrefixRouter):
+    def count(self, sorted_probs_TE, context):
+        print("routing")
+        return sorted_probs_TE.argmax(1) + 1
+
+class Lists(Router):
+    def route(self, logits_TE, context):
+        return Routing([[0]], None, None, logits_TE.shape[1])
+
+class Quits(PrefixRouter):
+    def __init__(self):
+        raise SystemExit(3)
+
+    def count(self, sorted_probs_TE, context):
+        return sorted_probs_TE.argmax(1) + 1
+
+class Odd(PrefixRouter):
+    def __init__(self, far=float("inf"), kind=print):
+        super().__init__()
+
+    def count(self, sorted_probs_TE, context):
+        return sorted_probs_TE.argmax(1) + 1
+"""
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> Path:
+    path = tmp_path / "rules.py"
+    path.write_text(RULES)
+    return path
+
+
+def test_what_a_rule_prints_does_not_reach_stdout(cli: Cli, folder: Path, rules: Path) -> None:
+    run = cli("generate", "Once", "-m", folder, "-r", f"{rules}:Talks", "-n", "2", "--json")
+    assert run.code == 0
+    assert len(json.loads(run.out)["tokens"]) == 2
+    assert "routing" in run.err
+
+
+@pytest.mark.parametrize(("name", "says"), [("Lists", "three tensors"), ("Quits", "SystemExit")])
+def test_a_rule_that_misbehaves_is_told_in_a_sentence(
+    cli: Cli, folder: Path, rules: Path, name: str, says: str
+) -> None:
+    run = cli("generate", "Once", "-m", folder, "-r", f"{rules}:{name}", "-n", "2")
+    assert run.code == 2
+    assert says in run.err
+    assert "Traceback" not in run.err
+
+
+def test_defaults_that_json_cannot_hold_are_shown_as_text(cli: Cli, rules: Path) -> None:
+    run = cli("routers", f"{rules}:Odd", "--json")
+    defaults = {key["name"]: key["default"] for key in json.loads(run.out)["keys"]}
+    assert defaults["far"] == "inf"
+    assert "print" in defaults["kind"]
