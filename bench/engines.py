@@ -64,9 +64,12 @@ class MiniMoe(BenchEngine):
 
     def __init__(self, folder: Path, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._engines = {variant: load(folder, backend=variant) for variant in self.variants}
+        self._folder = folder
+        self._engines = {self.variants[0]: load(folder, backend=self.variants[0])}
 
     def begin(self, variant: str, sequences: int, capacity: int) -> None:
+        if variant not in self._engines:  # only now, so that loading one is what loading takes
+            self._engines[variant] = load(self._folder, backend=variant)
         self._engine = self._engines[variant]
         model = self._engine.model
         self._caches = [KVCache(model.config, capacity, model.dtype, model.device) for _ in range(sequences)]
