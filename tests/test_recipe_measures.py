@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import sys
 from collections.abc import Callable
@@ -25,7 +24,7 @@ import router_health  # noqa: E402
 
 import minimoe  # noqa: E402
 from minimoe.probe import Probe  # noqa: E402
-from minimoe.routers import ROUTERS, RouterContext, rank  # noqa: E402
+from minimoe.routers import ROUTERS, RouterContext  # noqa: E402
 
 
 def context(tokens: int, top_k: int = 8, layer: int = 0) -> RouterContext:
@@ -116,24 +115,6 @@ def test_load_and_k_are_counted() -> None:
     assert health.variation()[1] == pytest.approx(np.std([7, 6, 6, 6]) / 6.25)
     assert health.k_LE1[1].tolist() == [0, 5, 0, 0, 5]
     assert health.mean_k()[1] == pytest.approx(2.5)
-
-
-def test_angles_are_those_of_plane_geometry() -> None:
-    sorted_TE, _ = rank(logits(200))
-    for p, angle in zip(sorted_TE.double().tolist(), router_health.elbow_angles(sorted_TE).tolist(), strict=True):
-        y = [(p[0] - value) / (p[0] - p[-1]) for value in p]
-        elbow = max(range(64), key=lambda i: y[i] - i / 63)
-        sides = math.dist((elbow / 63, y[elbow]), (0, 0)), math.dist((elbow / 63, y[elbow]), (1, 1))
-        cosine = (sides[0] ** 2 + sides[1] ** 2 - 2) / (2 * sides[0] * sides[1])  # the law of cosines
-        assert angle == pytest.approx(math.degrees(math.acos(cosine)), abs=1e-4)
-
-
-def test_one_leading_expert_has_a_right_angle_and_a_flat_row_none() -> None:
-    rows = torch.tensor([[1.0, 0, 0, 0, 0], [0.2, 0.2, 0.2, 0.2, 0.2]])
-    sharp, none = router_health.elbow_angles(rows).tolist()
-    # The elbow (1/4, 1): down-left to the origin, right to (1, 1).
-    assert sharp == pytest.approx(180 - math.degrees(math.atan2(1, 0.25)))
-    assert math.isnan(none)
 
 
 # The card

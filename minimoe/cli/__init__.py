@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import minimoe
-from minimoe.cli import bench, calibrate, chat, compare, download, generate, routers
+from minimoe.cli import analyze, bench, calibrate, chat, compare, download, generate, routers
 from minimoe.cli.terminal import tell, write
 from minimoe.errors import InputError, NumericalError
 
@@ -98,6 +98,7 @@ def _app() -> typer.Typer:
         bench.bench,
         compare.compare,
         calibrate.calibrate,
+        analyze.analyze,
         download.download,
     ):
         app.command()(verb)

@@ -34,13 +34,13 @@ def tell(content: RenderableType, style: str = "dim") -> None:
 
 
 @contextmanager
-def reading() -> Iterator[Callable[[int, int], None]]:
+def reading(what: str = "Reading weights") -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr for files that are being read, shown by a terminal once there is something to tell."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     console = on(sys.stderr)
     columns = (
-        TextColumn("Reading weights"),
+        TextColumn(what),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),

@@ -8,26 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minimoe.curve import SHARP_DEGREES, elbow
 from minimoe.probe import Probe
 from minimoe.routers.base import rank
-from minimoe.routers.elbow import deviation
 from minimoe.routing import Routing
-
-SHARP_DEGREES = 135.0
-
-
-def elbow_angles(sorted_probs_TE: Tensor) -> Tensor:
-    """The angle at each curve's elbow between the ways to (0, 0) and to (1, 1), in degrees; NaN where there is none.
-
-    Source: "Elbow-based MoE Routing", on the flipped curve, which rises from (0, 0) to (1, 1).
-    """
-    deviation_TE = deviation(sorted_probs_TE)
-    height_T, elbow_T = deviation_TE.max(dim=1)
-    x_T = elbow_T.double() / (sorted_probs_TE.shape[1] - 1)
-    y_T = height_T + x_T
-    to_start_T2, to_end_T2 = torch.stack([-x_T, -y_T], dim=1), torch.stack([1 - x_T, 1 - y_T], dim=1)
-    cosine_T = (to_start_T2 * to_end_T2).sum(dim=1) / (to_start_T2.norm(dim=1) * to_end_T2.norm(dim=1))
-    return cosine_T.clamp(-1, 1).acos().rad2deg()
 
 
 class RouterHealth(Probe):
@@ -48,7 +32,7 @@ class RouterHealth(Probe):
         E = routing.num_experts
         self.load_LE[layer] += torch.bincount(routing.experts_TK.reshape(-1), minlength=E + 1)[:E]
         self.k_LE1[layer] += torch.bincount(routing.k_T, minlength=E + 1)
-        self.sharp_L[layer] += (elbow_angles(rank(logits_TE)[0]) <= SHARP_DEGREES).sum()
+        self.sharp_L[layer] += (elbow(rank(logits_TE)[0])[1] <= SHARP_DEGREES).sum()
 
     def shares(self) -> Tensor:
         """load_LE as parts of the fair share: 1 everywhere is an even load."""

@@ -1,0 +1,251 @@
+"""One pass over texts: every window through the model, every routing into the tally, and the state kept on the way.
+
+Shape letters: T tokens, B windows of one pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from minimoe.analysis.tally import ARRAYS, PHASES, Array, Overlap, Sizes, Tally, empty_arrays
+from minimoe.analysis.texts import Text, digest, windows
+from minimoe.cache import KVCache
+from minimoe.engine import Engine
+from minimoe.errors import InputError
+from minimoe.model import Batch
+from minimoe.probe import Phase
+from minimoe.routers import Router
+
+PASS_TOKENS = 4096  # of one pass, as many windows as fit
+SAVE_EVERY = 16  # passes
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """What was counted, and on what.
+
+    Attributes:
+        about: plain data: format, model, checkpoint, rule, top_k, domains, phases, window, new_tokens, versus, seed,
+            identity, and `arrays`, which says for each array what it counts.
+        arrays: see minimoe.analysis.tally.ARRAYS.
+    """
+
+    about: dict[str, Any]
+    arrays: dict[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Versus:
+    """What the routing is compared with: another rule, another checkpoint, or both."""
+
+    engine: Engine
+    name: str
+    router: Router
+
+
+def analyze(
+    engine: Engine,
+    rule: tuple[str, Router],
+    texts: Sequence[Text],
+    path: str | Path,
+    *,
+    window: int = 512,
+    new_tokens: int = 0,
+    limit: int | None = None,
+    versus: Versus | None = None,
+    seed: int = 0,
+    read: Callable[[int], None] = lambda count: None,
+) -> Analysis:
+    """Count what the router of `engine` does under a rule, and write it to `path` (npz).
+
+    What is done so far is kept in PATH.part until then: a run that was killed goes on where it last saved and ends with
+    the same file, bit for bit (on the same machine). A finished file of this very work is read and not made again.
+
+    Args:
+        rule: the name that is noted, and the rule.
+        window: tokens of each sequence; every text is cut into windows that know nothing of each other.
+        new_tokens: so many tokens are written (greedily) after each window; they are the decode phase.
+        limit: only the first windows of each text.
+        read: called with the bytes of the texts' files that were read since the last call.
+
+    Raises:
+        InputError: a window that the model does not hold, a text that cannot be read, a file of other work at `path`,
+            or another checkpoint of another shape.
+        NumericalError: router logits that are not finite.
+    """
+    config = engine.config
+    if not 1 <= window <= config.max_positions - new_tokens:
+        raise InputError(
+            f"a window of {window} tokens and {new_tokens} new ones do not fit the model's context of "
+            f"{config.max_positions}."
+        )
+    if versus is not None:
+        _check_alike(engine, versus.engine)
+    about: dict[str, Any] = {
+        "format": FORMAT,
+        "model": engine.name,
+        "checkpoint": engine.model.fingerprint(),
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "backend": engine.backend,
+        "rule": rule[0],
+        "top_k": config.top_k,
+        "domains": [text.domain for text in texts],
+        "phases": list(PHASES),
+        "window": window,
+        "new_tokens": new_tokens,
+        "limit": limit,
+        "seed": seed,
+        "versus": None
+        if versus is None
+        else {"model": versus.engine.name, "checkpoint": versus.engine.model.fingerprint(), "rule": versus.name},
+    }
+    work = json.dumps([{key: value for key, value in about.items() if key != "model"}, digest(texts)])
+    about["identity"] = hashlib.sha256(work.encode()).hexdigest()[:16]
+    about["arrays"] = {name: meaning for name, (_, meaning) in ARRAYS.items()}
+    if Path(path).exists():
+        done = read_analysis(path)
+        if done.about["identity"] != about["identity"]:
+            raise InputError(f"{path} is another analysis; name another place, or remove it.")
+        return done
+    arrays = empty_arrays(Sizes(len(texts), config.num_layers, config.num_experts, config.vocab_size))
+    part = Path(f"{path}.part")
+    passed = _resume(part, arrays, about["identity"])
+    tally = Tally(arrays, config.top_k)
+    groups = _groups(engine, texts, window, limit, read)
+    with torch.inference_mode():
+        for index, (domain, group) in enumerate(groups):
+            if index < passed:  # counted before it was cut off
+                continue
+            tally.begin(domain)
+            written = _walk(engine, rule[1], group, new_tokens, tally, seed + index)
+            if versus is not None:
+                overlap = Overlap(tally)
+                _walk(versus.engine, versus.router, group, new_tokens, overlap, seed + index, written)
+            tally.end()
+            if (index + 1) % SAVE_EVERY == 0:
+                _write(part, arrays, about, index + 1, np.savez)
+    analysis = Analysis(about, arrays)
+    _write(Path(path), arrays, about, 0, np.savez_compressed)
+    part.unlink(missing_ok=True)
+    return analysis
+
+
+def _groups(
+    engine: Engine, texts: Sequence[Text], window: int, limit: int | None, read: Callable[[int], None]
+) -> Iterator[tuple[int, list[list[int]]]]:
+    """Domains and the windows that run side by side."""
+    side_by_side = max(1, PASS_TOKENS // window)
+    for domain, text in enumerate(texts):
+        source = itertools.islice(windows(text, engine.tokenizer, window, read), limit)
+        while group := list(itertools.islice(source, side_by_side)):
+            yield domain, group
+
+
+def _walk(
+    engine: Engine,
+    router: Router,
+    group: Sequence[Sequence[int]],
+    new_tokens: int,
+    probe: Tally | Overlap,
+    seed: int,
+    written: Sequence[list[int]] | None = None,
+) -> list[list[int]]:
+    """Run windows side by side, then write new tokens after them, one a pass.
+
+    Args:
+        written: what to write, step by step, instead of the likeliest tokens.
+
+    Returns:
+        The token ids that were run at each step of decode.
+    """
+    model = engine.model
+    draws = torch.Generator().manual_seed(seed)
+    caches = None
+    if new_tokens:
+        rooms = [len(ids) + new_tokens for ids in group]
+        caches = [KVCache(engine.config, room, model.dtype, model.device) for room in rooms]
+    steps: list[list[int]] = []
+
+    def run(ids: list[int], new: list[int], phase: Phase) -> torch.Tensor:
+        ids_T = torch.tensor(ids, device=model.device)
+        if isinstance(probe, Tally):
+            probe.reads(ids_T)
+        return model.forward(Batch(ids_T, new, caches, phase), router, probe, draws)
+
+    lengths = [len(ids) for ids in group]
+    hidden_TD = run([i for ids in group for i in ids], lengths, "prefill")
+    last_B = torch.tensor(lengths).cumsum(0) - 1
+    for step in range(new_tokens):
+        if written is None:
+            steps.append(model.head(hidden_TD[last_B]).argmax(-1).tolist())
+        else:
+            steps.append(written[step])
+        hidden_TD = run(steps[-1], [1] * len(group), "decode")
+        last_B = torch.arange(len(group))
+    return steps
+
+
+def _check_alike(first: Engine, second: Engine) -> None:
+    """Refuse to compare routings that have not the same layers, experts and token ids."""
+    a, b = first.config, second.config
+    shapes = [(c.num_layers, c.num_experts, c.vocab_size, c.max_positions) for c in (a, b)]
+    if shapes[0] != shapes[1]:
+        raise InputError(
+            f"{second.name} has {b.num_layers} layers of {b.num_experts} experts, a vocabulary of {b.vocab_size} and a "
+            f"context of {b.max_positions}, and {first.name} has {a.num_layers} of {a.num_experts}, {a.vocab_size} and "
+            f"{a.max_positions}; only checkpoints of one shape can be compared."
+        )
+
+
+def read_analysis(path: str | Path) -> Analysis:
+    """Read what `analyze` wrote.
+
+    Raises:
+        InputError: no such file, or no whole analysis.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            about = json.loads(str(file["about"]))
+            analysis = Analysis(about, {name: file[name] for name in ARRAYS})
+        if about["format"] != FORMAT:
+            raise ValueError
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+        raise InputError(f"{path} is no analysis; make one with 'minimoe analyze'.") from None
+    return analysis
+
+
+def _write(path: Path, arrays: dict[str, Array], about: dict[str, Any], done: int, save: Any) -> None:
+    """Written beside and moved over, so that a kill leaves the old file or the new one, never half of one."""
+    fresh = Path(f"{path}.new")
+    with open(fresh, "wb") as file:
+        save(file, about=np.array(json.dumps(about)), done=np.int64(done), **arrays)
+    os.replace(fresh, path)
+
+
+def _resume(part: Path, arrays: dict[str, Array], identity: str) -> int:
+    """How many groups were counted before, their counts put into `arrays`; 0 where there is no state of this work."""
+    try:
+        with np.load(part, allow_pickle=False) as file:
+            if json.loads(str(file["about"]))["identity"] != identity:
+                return 0
+            saved = {name: file[name] for name in ARRAYS}
+            done = int(file["done"])
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+        return 0
+    for name, array in saved.items():
+        arrays[name][...] = array
+    return done
