@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +21,9 @@ from torch import Tensor
 import minimoe
 from minimoe.analysis import run as run_module
 from minimoe.analysis import texts as texts_module
-from minimoe.analysis.run import Analysis, Versus, analyze, read_analysis
+from minimoe.analysis.run import Analysis, Versus, read_analysis
 from minimoe.analysis.tally import ARRAYS, bin_spreads
-from minimoe.analysis.texts import Text, parse_texts, windows
+from minimoe.analysis.texts import Text, parse_texts, text_source, windows
 from minimoe.cache import KVCache
 from minimoe.curve import elbow
 from minimoe.engine import Engine
@@ -66,6 +67,12 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Text]:
     for name, text in TEXTS.items():
         (folder / f"{name}.txt").write_text(text, "utf-8")
     return [Text(name, folder / f"{name}.txt") for name in TEXTS]
+
+
+def analyze(
+    engine: Engine, rule: tuple[str, Any], texts: list[Text], path: Path, *, window: int = WINDOW, **options: Any
+) -> Analysis:
+    return run_module.analyze(engine, rule, text_source(texts, engine.tokenizer, window), path, **options)
 
 
 @pytest.fixture(scope="module", params=RULES)

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, OlmoeConfig
 
-from bench import limits, loading, peers, pruning, report, startup, synthetic
+from bench import analysis, limits, loading, peers, pruning, report, startup, synthetic
 from bench.engines import ENGINES, BenchEngine, MiniMoe
 from bench.loading import peak_resident_bytes
 from bench.peers import MAX_ERROR, Work, compare, distance, ratios
@@ -27,6 +27,7 @@ from bench.report import Spread
 from bench.startup import Command, CommandFailed, wall_seconds
 from bench.synthetic import OLMOE_1B_7B, Recipe
 from bench.worker import EngineFailed, Task, Times, open_worker
+from minimoe.analysis.texts import Text
 from minimoe.checkpoint import read_checkpoint, tensor_shapes
 from minimoe.config import ModelConfig
 from minimoe.engine import load
@@ -408,3 +409,17 @@ def test_the_pruning_benchmark_measures_every_k_of_the_rule(small: Path) -> None
         assert float((parts * torch.arange(len(parts))).sum()) == pytest.approx(6.0, abs=0.1)
         assert pruning.step_seconds(engine, 2).median > 0
         assert pruning.rule_seconds(engine.router, engine, 2).median > 0
+
+
+# Analysis
+
+
+def test_the_curves_and_the_text_of_the_analysis_are_counted(tmp_path: Path) -> None:
+    assert analysis.curves(1600)["curves"] == 1600
+    path = tmp_path / "text.txt"
+    path.write_text("a small fox " * 40)
+    engine = load("tiny")
+    cost = analysis.overhead(engine, Text("text", path), 1)
+    assert cost["tokens"] == len(engine.tokenizer.encode(path.read_text()))
+    assert cost["plain"].median > 0
+    assert cost["overhead"].median == pytest.approx(cost["analysis"].median / cost["plain"].median - 1)

@@ -148,6 +148,7 @@ def load_figure(analysis: Analysis, layers: list[dict[str, Any]]) -> Figure:
     """The load of the experts of each layer, most used first, under the rule and under top-k."""
     arrays, rule = analysis.arrays, analysis.about["rule"]
     loads = [arrays[name].sum((0, 1)) for name in ("load_GFLE", "topload_GFLE")]
+    highest = max(float((load_LE.max(1) / np.maximum(load_LE.mean(1), 1e-12)).max()) for load_LE in loads)
 
     def panel(axes: Axes, layer: int) -> None:
         own_E, top_E = (np.sort(load[layer] / max(load[layer].mean(), 1e-12))[::-1] for load in loads)
@@ -155,7 +156,7 @@ def load_figure(analysis: Analysis, layers: list[dict[str, Any]]) -> Figure:
         axes.step(places, top_E, where="mid", color=MUTED, linewidth=1)
         axes.step(places, own_E, where="mid", color=ROUTER, linewidth=1.2)
         axes.axhline(1, color=MUTED, linewidth=0.6, linestyle=":")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.05 * max(highest, 1))
         record = layers[layer]
         cv, top_cv, dead = record["load_cv"], record["top_load_cv"], record["load_dead"]
         if cv is not None and top_cv is not None:

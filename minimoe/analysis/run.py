@@ -1,16 +1,15 @@
-"""One pass over texts: every window through the model, every routing into the tally, and the state kept on the way.
+"""One pass over a source: every sequence through the model, every routing into the tally, the state kept on the way.
 
-Shape letters: T tokens, B windows of one pass.
+Shape letters: T tokens, D hidden, B sequences of one pass.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 
 from minimoe.analysis.tally import ARRAYS, PHASES, Array, Overlap, Sizes, Tally, empty_arrays
-from minimoe.analysis.texts import Text, digest, windows
+from minimoe.analysis.texts import Source
 from minimoe.cache import KVCache
 from minimoe.engine import Engine
 from minimoe.errors import InputError
@@ -58,15 +57,13 @@ class Versus:
 def analyze(
     engine: Engine,
     rule: tuple[str, Router],
-    texts: Sequence[Text],
+    source: Source,
     path: str | Path,
     *,
-    window: int = 512,
     new_tokens: int = 0,
-    limit: int | None = None,
     versus: Versus | None = None,
     seed: int = 0,
-    read: Callable[[int], None] = lambda count: None,
+    ran: Callable[[int], None] = lambda tokens: None,
 ) -> Analysis:
     """Count what the router of `engine` does under a rule, and write it to `path` (npz).
 
@@ -75,22 +72,16 @@ def analyze(
 
     Args:
         rule: the name that is noted, and the rule.
-        window: tokens of each sequence; every text is cut into windows that know nothing of each other.
-        new_tokens: so many tokens are written (greedily) after each window; they are the decode phase.
-        limit: only the first windows of each text.
-        read: called with the bytes of the texts' files that were read since the last call.
+        source: what is read; each of its sequences is run from its start.
+        new_tokens: so many tokens are written (greedily) after each sequence; they are the decode phase.
+        ran: called with the number of tokens of the source that were run, or had been before, since the last call.
 
     Raises:
-        InputError: a window that the model does not hold, a text that cannot be read, a file of other work at `path`,
+        InputError: a sequence that the model does not hold, a text that cannot be read, a file of other work at `path`,
             or another checkpoint of another shape.
         NumericalError: router logits that are not finite.
     """
     config = engine.config
-    if not 1 <= window <= config.max_positions - new_tokens:
-        raise InputError(
-            f"a window of {window} tokens and {new_tokens} new ones do not fit the model's context of "
-            f"{config.max_positions}."
-        )
     if versus is not None:
         _check_alike(engine, versus.engine)
     about: dict[str, Any] = {
@@ -101,17 +92,16 @@ def analyze(
         "backend": engine.backend,
         "rule": rule[0],
         "top_k": config.top_k,
-        "domains": [text.domain for text in texts],
+        "domains": source.domains,
         "phases": list(PHASES),
-        "window": window,
+        **source.about,
         "new_tokens": new_tokens,
-        "limit": limit,
         "seed": seed,
         "versus": None
         if versus is None
         else {"model": versus.engine.name, "checkpoint": versus.engine.model.fingerprint(), "rule": versus.name},
     }
-    work = json.dumps([{key: value for key, value in about.items() if key != "model"}, digest(texts)])
+    work = json.dumps([{key: value for key, value in about.items() if key != "model"}, source.digest])
     about["identity"] = hashlib.sha256(work.encode()).hexdigest()[:16]
     about["arrays"] = {name: meaning for name, (_, meaning) in ARRAYS.items()}
     if Path(path).exists():
@@ -119,13 +109,14 @@ def analyze(
         if done.about["identity"] != about["identity"]:
             raise InputError(f"{path} is another analysis; name another place, or remove it.")
         return done
-    arrays = empty_arrays(Sizes(len(texts), config.num_layers, config.num_experts, config.vocab_size))
+    arrays = empty_arrays(Sizes(len(source.domains), config.num_layers, config.num_experts, config.vocab_size))
     part = Path(f"{path}.part")
     passed = _resume(part, arrays, about["identity"])
     tally = Tally(arrays, config.top_k)
-    groups = _groups(engine, texts, window, limit, read)
     with torch.inference_mode():
-        for index, (domain, group) in enumerate(groups):
+        for index, (domain, group) in enumerate(_groups(source.sequences())):
+            _check_fits(engine, group, new_tokens)
+            ran(sum(map(len, group)))
             if index < passed:  # counted before it was cut off
                 continue
             tally.begin(domain)
@@ -142,15 +133,26 @@ def analyze(
     return analysis
 
 
-def _groups(
-    engine: Engine, texts: Sequence[Text], window: int, limit: int | None, read: Callable[[int], None]
-) -> Iterator[tuple[int, list[list[int]]]]:
-    """Domains and the windows that run side by side."""
-    side_by_side = max(1, PASS_TOKENS // window)
-    for domain, text in enumerate(texts):
-        source = itertools.islice(windows(text, engine.tokenizer, window, read), limit)
-        while group := list(itertools.islice(source, side_by_side)):
+def _groups(sequences: Iterable[tuple[int, list[int]]]) -> Iterator[tuple[int, list[list[int]]]]:
+    """Domains and the sequences that run side by side."""
+    domain, group = 0, list[list[int]]()
+    for place, ids in sequences:
+        if group and (place != domain or sum(map(len, group)) + len(ids) > PASS_TOKENS):
             yield domain, group
+            group = []
+        domain = place
+        group.append(ids)
+    if group:
+        yield domain, group
+
+
+def _check_fits(engine: Engine, group: Sequence[Sequence[int]], new_tokens: int) -> None:
+    longest = max(map(len, group))
+    if longest + new_tokens > engine.config.max_positions:
+        raise InputError(
+            f"a sequence of {longest} tokens and {new_tokens} new ones do not fit the model's context of "
+            f"{engine.config.max_positions}."
+        )
 
 
 def _walk(
@@ -162,7 +164,7 @@ def _walk(
     seed: int,
     written: Sequence[list[int]] | None = None,
 ) -> list[list[int]]:
-    """Run windows side by side, then write new tokens after them, one a pass.
+    """Run sequences side by side, then write new tokens after them, one a pass.
 
     Args:
         written: what to write, step by step, instead of the likeliest tokens.

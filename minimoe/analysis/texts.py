@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import lzma
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from minimoe.errors import InputError
 from minimoe.tokenizer import Tokenizer
@@ -57,7 +58,48 @@ def _parse(word: str) -> Text:
     return Text(domain, path)
 
 
-def digest(texts: Sequence[Text]) -> str:
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What an analysis reads.
+
+    Attributes:
+        domains: their names.
+        about: plain data on how the sequences were made, for people.
+        digest: tells this work from other work.
+        sequences: makes all (index of the domain, token ids), domain by domain; the same each time.
+    """
+
+    domains: list[str]
+    about: dict[str, Any]
+    digest: str
+    sequences: Callable[[], Iterator[tuple[int, list[int]]]]
+
+
+def text_source(
+    texts: Sequence[Text],
+    tokenizer: Tokenizer,
+    window: int,
+    limit: int | None = None,
+    read: Callable[[int], None] = lambda count: None,
+) -> Source:
+    """Windows of texts that know nothing of each other.
+
+    Args:
+        window: tokens of each.
+        limit: only the first windows of each text.
+        read: called with the bytes of the files that were read since the last call.
+    """
+
+    def sequences() -> Iterator[tuple[int, list[int]]]:
+        for domain, text in enumerate(texts):
+            for ids in itertools.islice(windows(text, tokenizer, window, read), limit):
+                yield domain, ids
+
+    domains = [text.domain for text in texts]
+    return Source(domains, {"window": window, "limit": limit}, _digest(texts), sequences)
+
+
+def _digest(texts: Sequence[Text]) -> str:
     """A hash of the names and the files, to tell one piece of work from another."""
     total = hashlib.sha256()
     for text in texts:

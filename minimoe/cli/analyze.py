@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_format
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -14,11 +14,8 @@ from minimoe.cli.pictures import markdown
 from minimoe.cli.terminal import reading, tell, write, write_json
 from minimoe.errors import InputError
 
-if TYPE_CHECKING:
-    from minimoe.analysis.run import Versus
-    from minimoe.engine import Engine
-
 DATA, SUMMARY = "analysis.npz", "summary.json"
+WINDOW = 512
 ALL = "all"
 
 
@@ -33,7 +30,12 @@ def analyze(
     router: Annotated[
         str, typer.Option("--router", "-r", metavar="SPEC", help="The rule under which the text is run.")
     ] = "elbow",
-    window: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of one window of a text.")] = 512,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, show_default="512, or what the context holds", help="Tokens of one window of a text."
+        ),
+    ] = None,
     limit: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Only the first N windows of each text.")
     ] = None,
@@ -63,15 +65,28 @@ def analyze(
     """
     options.check_sampling(seed=seed)
     folder = _folder(out)
+    from minimoe.analysis.run import Versus
     from minimoe.analysis.run import analyze as run
     from minimoe.analysis.summary import summarise
-    from minimoe.analysis.texts import parse_texts, size
+    from minimoe.analysis.texts import parse_texts, size, text_source
     from minimoe.cli.own_rule import read_router
 
     sources = parse_texts(texts)
     rule = read_router(router)
+    other_rule = None if versus is None else read_router(versus)
     engine = options.load_engine(model, options.DEFAULT_ROUTER, backend, dtype, device, threads)
-    other = _versus(engine, versus, versus_model, router, backend, dtype, device)
+    context = engine.config.max_positions
+    window = min(WINDOW, context - new_tokens) if window is None else window
+    if not 1 <= window <= context - new_tokens:
+        raise InputError(
+            f"a window of {window} tokens and {new_tokens} new ones do not fit the model's context of {context}."
+        )
+    other = None
+    if versus is not None or versus_model is not None:
+        beside = engine
+        if versus_model is not None:
+            beside = options.load_engine(versus_model, options.DEFAULT_ROUTER, backend, dtype, device, None)
+        other = Versus(beside, versus or router, other_rule or rule)
     tell(options.headline(options.describe(engine), router))
     total, done = size(sources), 0
     with reading("Analysing") as progress:
@@ -84,14 +99,11 @@ def analyze(
         analysis = run(
             engine,
             (router, rule),
-            sources,
+            text_source(sources, engine.tokenizer, window, limit, read),
             folder / DATA,
-            window=window,
             new_tokens=new_tokens,
-            limit=limit,
             versus=other,
             seed=seed,
-            read=read,
         )
     summary = summarise(analysis, engine.tokenizer.decode)
     written = [folder / DATA, _write_summary(folder, summary)]
@@ -125,28 +137,6 @@ def _folder(out: str) -> Path:
     if not os.access(folder, os.W_OK):
         raise InputError(f"--out cannot write {out}: permission denied.")
     return folder
-
-
-def _versus(
-    engine: Engine,
-    spec: str | None,
-    model: str | None,
-    router: str,
-    backend: str | None,
-    dtype: str | None,
-    device: str,
-) -> Versus | None:
-    """What the routing is compared with; what is not named is the same as in the analysis."""
-    if spec is None and model is None:
-        return None
-    from minimoe.analysis.run import Versus
-    from minimoe.cli.own_rule import read_router
-
-    name = router if spec is None else spec
-    rule = read_router(name)
-    if model is not None:
-        engine = options.load_engine(model, options.DEFAULT_ROUTER, backend, dtype, device, None)
-    return Versus(engine, name, rule)
 
 
 def _write_summary(folder: Path, summary: dict[str, Any]) -> Path:
