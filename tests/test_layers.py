@@ -17,7 +17,7 @@ ROWS = [
     {"benchmark", "comparison", "evaluate", "fitting"},
     {"items"},
     {"engine", "chat"},
-    {"generation", "scoring"},
+    {"generation", "packing", "scoring"},
     {"profiler", "flops", "model", "checkpoint", "hub", "tokenizer", "sampling"},
     {"weight_files", "read_ahead"},
     {"routers", "experts"},

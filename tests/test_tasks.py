@@ -209,7 +209,7 @@ def test_winogrande_fills_the_blank_in_the_context(data: Path) -> None:
 
 def test_tasks_are_found_by_name_once() -> None:
     assert [task.name for task in find_tasks(["PIQA", " arc-easy", "piqa"])] == ["piqa", "arc_easy"]
-    with pytest.raises(InputError, match="unknown task 'boolq'.*mmlu, arc_easy"):
+    with pytest.raises(InputError, match=r"unknown task 'boolq'.*mmlu, arc_easy"):
         find_tasks(["piqa", "boolq"])
 
 

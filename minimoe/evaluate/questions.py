@@ -70,9 +70,7 @@ def read_hellaswag(path: Path) -> list[Question]:
     Raises:
         InputError: as read_arc does.
     """
-    return [
-        _checked(lambda row, n=number: _hellaswag(row, n), fields, place) for number, fields, place in _json_lines(path)
-    ]
+    return [_checked(_hellaswag, fields, place, number) for number, fields, place in _json_lines(path)]
 
 
 def _hellaswag(fields: Any, number: int) -> Question:
@@ -119,7 +117,7 @@ def read_piqa(path: Path) -> list[Question]:
     for (number, fields, place), label in zip(rows, labels, strict=True):
         if label not in ("0", "1"):
             raise InputError(f"label {number + 1} in {labels_path} is {label!r}; it must be 0 or 1.")
-        questions.append(_checked(lambda row, n=number, g=int(label): _piqa(row, n, g), fields, place))
+        questions.append(_checked(_piqa, fields, place, number, int(label)))
     return questions
 
 
@@ -178,10 +176,10 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any, str]]:
             raise InputError(f"{place} is not JSON; the file may be cut off.") from None
 
 
-def _checked(make: Callable[[Any], Question], fields: Any, place: str) -> Question:
+def _checked(make: Callable[..., Question], fields: Any, place: str, *more: int) -> Question:
     """Make a question of a line's fields, and refuse what no prompt can be made of."""
     try:
-        question = make(fields)
+        question = make(fields, *more)
     except InputError as error:
         raise InputError(f"{place} cannot be used: {error}.") from None
     except KeyError as error:
