@@ -14,10 +14,10 @@ PACKAGE = Path(__file__).parent.parent / "minimoe"
 # The map of DESIGN.md, top to bottom. The profiler and its FLOP ledger are probes and need no engine.
 ROWS = [
     {"__main__", "cli"},
-    {"benchmark", "comparison", "fitting", "analysis"},
+    {"analysis", "benchmark", "comparison", "evaluate", "fitting"},
     {"items"},
     {"engine", "chat"},
-    {"generation", "scoring"},
+    {"generation", "packing", "scoring"},
     {"profiler", "flops", "model", "checkpoint", "hub", "tokenizer", "sampling"},
     {"weight_files", "read_ahead"},
     {"routers", "experts"},

@@ -1,0 +1,1 @@
+"""Multiple-choice benchmarks: local files to questions to prompts, scored in large batches, logged item by item."""
