@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "minimoe"
 # The map of DESIGN.md, top to bottom. The profiler and its FLOP ledger are probes and need no engine.
 ROWS = [
     {"__main__", "cli"},
+    {"paper"},
     {"analysis", "benchmark", "comparison", "evaluate", "fitting"},
     {"items"},
     {"engine", "chat"},
@@ -26,7 +27,7 @@ ROWS = [
     {"native"},
     {"recording"},
     {"routing", "probe", "config", "calibration", "curve"},
-    {"errors"},
+    {"errors", "tables"},
 ]
 ROW = {name: row for row, names in enumerate(ROWS) for name in names}
 

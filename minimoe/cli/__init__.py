@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import minimoe
-from minimoe.cli import analyze, bench, calibrate, chat, compare, download, generate, routers
+from minimoe.cli import analyze, bench, calibrate, chat, compare, download, generate, paper, routers
 from minimoe.cli.terminal import tell, write
 from minimoe.errors import InputError, NumericalError
 
@@ -99,6 +99,7 @@ def _app() -> typer.Typer:
         compare.compare,
         calibrate.calibrate,
         analyze.analyze,
+        paper.paper,
         download.download,
     ):
         app.command()(verb)

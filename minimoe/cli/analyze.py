@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from minimoe.cli import options
-from minimoe.cli.pictures import markdown
 from minimoe.cli.terminal import reading, tell, write, write_json
 from minimoe.errors import InputError
+from minimoe.tables import markdown
 
 DATA, SUMMARY = "analysis.npz", "summary.json"
 WINDOW = 512
@@ -64,7 +64,7 @@ def analyze(
     A run that was cut off goes on where it was when the same command is given again.
     """
     options.check_sampling(seed=seed)
-    folder = _folder(out)
+    folder = make_folder(out)
     from minimoe.analysis.run import Versus
     from minimoe.analysis.run import analyze as run
     from minimoe.analysis.summary import summarise
@@ -121,7 +121,7 @@ def analyze(
     tell(f"written to {folder}: {', '.join(path.name for path in written)}")
 
 
-def _folder(out: str) -> Path:
+def make_folder(out: str) -> Path:
     """The output folder, made where it is not there yet.
 
     Raises:

@@ -59,6 +59,29 @@ def reading(what: str = "Reading weights") -> Iterator[Callable[[int, int], None
         bar.stop()
 
 
+@contextmanager
+def counting() -> Iterator[tuple[Callable[[str], None], Callable[[int, int], None]]]:
+    """A bar on stderr for work in several parts, shown by a terminal: one call names a part, the other counts in it."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    console = on(sys.stderr)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task("", total=None)
+
+    def told(what: str) -> None:
+        bar.start()
+        bar.reset(task, total=None, description=what)
+
+    def ran(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield told, ran
+    finally:
+        bar.stop()
+
+
 def on(stream: TextIO) -> Console:
     """A rich console on a stream, wide enough for any table where the stream is not a terminal."""
     from rich.console import Console

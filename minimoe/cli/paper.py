@@ -1,0 +1,79 @@
+"""`minimoe paper`: the whole of "Elbow-based MoE Routing" on any checkpoint, as a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from minimoe.cli import options
+from minimoe.cli.analyze import make_folder
+from minimoe.cli.terminal import counting, tell, write, write_json
+from minimoe.errors import InputError
+
+
+def paper(
+    out: Annotated[str, typer.Option("--out", "-o", metavar="DIR", help="Where the report and its parts go.")],
+    data: Annotated[
+        str, typer.Option(metavar="DIR", help="The six benchmarks' files, a folder for each; see 'minimoe eval'.")
+    ],
+    model: options.Model = options.DEFAULT_MODEL,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few items of each benchmark: minutes, wide intervals.")
+    ] = False,
+    backend: options.Backend = None,
+    dtype: options.DType = None,
+    device: options.Device = options.DEFAULT_DEVICE,
+    threads: options.Threads = None,
+    seed: options.Seed = 0,
+    json: options.Json = False,
+) -> None:
+    """Do the paper's tables and figures again, and show each of its faults by a number.
+
+    Writes report.html (everything in one file), report.md, figures/ (SVG) and data/ (CSV and JSON). A run that was cut
+    off goes on where it was when the same command is given again, and ends with the same report.
+    """
+    options.check_sampling(seed=seed)
+    folder = make_folder(out)
+    if not Path(data).is_dir():
+        raise InputError(f"--data {data} is no folder; it must hold a folder for each benchmark.")
+    try:
+        import markdown_it  # noqa: F401
+        import matplotlib  # noqa: F401 - found out before the work
+    except ImportError:
+        raise InputError("the report needs matplotlib; pip install 'minimoe[plot]'.") from None
+    from minimoe.paper.report import write_report
+    from minimoe.paper.sections import sections
+    from minimoe.paper.study import Progress, Study
+
+    engine = options.load_engine(model, options.DEFAULT_ROUTER, backend, dtype, device, threads)
+    study = Study(engine, Path(data), folder, quick=quick, seed=seed)
+    tell(options.headline(options.describe(engine), "as the paper needs them"))
+    seconds = study.seconds()
+    tell(f"this will take about {_duration(seconds)}" if seconds > 1 else "all answers are there already")
+    with counting() as (told, ran):
+        found = study.run(Progress(told, ran))
+    page = write_report(folder, TITLE, _lead(found["about"]), sections(found, engine.config))
+    if json:
+        write_json(found)
+    else:
+        write(f"{page}\n")
+
+
+TITLE = "Elbow-based MoE Routing, done again"
+
+
+def _lead(about: dict[str, object]) -> str:
+    quick = " A quick run: few items, wide intervals." if about["quick"] else ""
+    return (
+        f"Model {about['model']} (router weights {about['checkpoint']}), {about['dtype']}, {about['backend']} "
+        f"backend on {about['device']}, {about['threads']} threads, seed {about['seed']}.{quick}"
+    )
+
+
+def _duration(seconds: float) -> str:
+    for size, name in ((3600, "hours"), (60, "minutes")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.0f} {name}"
+    return f"{seconds:.0f} seconds"

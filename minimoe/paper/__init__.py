@@ -1,0 +1,1 @@
+"""The paper "Elbow-based MoE Routing", done again on any checkpoint: its tables, its figures, its faults."""
