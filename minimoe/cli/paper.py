@@ -51,7 +51,7 @@ def paper(
     study = Study(engine, Path(data), folder, quick=quick, seed=seed)
     tell(options.headline(options.describe(engine), "as the paper needs them"))
     seconds = study.seconds()
-    tell(f"this will take about {_duration(seconds)}" if seconds > 1 else "all answers are there already")
+    tell(f"this will take about {_duration(seconds)}" if seconds else "everything is measured already")
     with counting() as (told, ran):
         found = study.run(Progress(told, ran))
     page = write_report(folder, TITLE, _lead(found["about"]), sections(found, engine.config))
@@ -76,4 +76,4 @@ def _duration(seconds: float) -> str:
     for size, name in ((3600, "hours"), (60, "minutes")):
         if seconds >= 1.5 * size:
             return f"{seconds / size:.0f} {name}"
-    return f"{seconds:.0f} seconds"
+    return f"{max(seconds, 2):.0f} seconds"

@@ -36,14 +36,14 @@ class Section:
     Attributes:
         title: its heading.
         blocks: Markdown.
-        data: by the name of a table or figure, plain data behind it: heads and rows, or anything for JSON.
-        figures: by name.
+        tables: by name, heads and rows.
+        figures: by name, each with the data that it shows, ready for JSON.
     """
 
     title: str
     blocks: list[str] = field(default_factory=list)
-    data: dict[str, Any] = field(default_factory=dict)
-    figures: dict[str, Figure] = field(default_factory=dict)
+    tables: dict[str, list[list[str]]] = field(default_factory=dict)
+    figures: dict[str, tuple[Figure, Any]] = field(default_factory=dict)
 
     def say(self, text: str) -> None:
         """A paragraph."""
@@ -52,13 +52,12 @@ class Section:
     def table(self, name: str, heads: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> None:
         """A table, which is kept as CSV too."""
         self.blocks.append(markdown(heads, rows, text_columns).rstrip())
-        self.data[name] = {"heads": list(heads), "rows": [list(row) for row in rows]}
+        self.tables[name] = [list(heads), *map(list, rows)]
 
     def figure(self, name: str, figure: Figure, caption: str, data: Any) -> None:
         """A figure, with the data that it shows."""
         self.blocks.append(f"![{caption}](figures/{name}.svg)")
-        self.figures[name] = figure
-        self.data[name] = data
+        self.figures[name] = figure, data
 
 
 def write_report(folder: Path, title: str, lead: str, sections: Sequence[Section]) -> Path:
@@ -67,11 +66,14 @@ def write_report(folder: Path, title: str, lead: str, sections: Sequence[Section
         (folder / name).mkdir(parents=True, exist_ok=True)
     pictures = {}
     for section in sections:
-        for name, figure in section.figures.items():
+        for name, (figure, data) in section.figures.items():
             pictures[name] = _svg(figure)
             (folder / "figures" / f"{name}.svg").write_text(pictures[name], "utf-8")
-        for name, data in section.data.items():
-            _write_data(folder / "data" / name, data)
+            (folder / "data" / f"{name}.json").write_text(json.dumps(data, allow_nan=False) + "\n", "utf-8")
+        for name, lines in section.tables.items():
+            buffer = io.StringIO()
+            csv.writer(buffer, lineterminator="\n").writerows(lines)
+            (folder / "data" / f"{name}.csv").write_text(buffer.getvalue(), "utf-8")
     body = "\n\n".join(f"## {section.title}\n\n" + "\n\n".join(section.blocks) for section in sections)
     text = f"# {title}\n\n{lead}\n\n{body}\n"
     (folder / "report.md").write_text(text, "utf-8")
@@ -90,20 +92,11 @@ def _svg(figure: Figure) -> str:
     return buffer.getvalue()
 
 
-def _write_data(path: Path, data: Any) -> None:
-    if isinstance(data, dict) and set(data) == {"heads", "rows"}:
-        buffer = io.StringIO()
-        csv.writer(buffer, lineterminator="\n").writerows([data["heads"], *data["rows"]])
-        path.with_suffix(".csv").write_text(buffer.getvalue(), "utf-8")
-    else:
-        path.with_suffix(".json").write_text(json.dumps(data, allow_nan=False) + "\n", "utf-8")
-
-
 def _html(title: str, text: str, pictures: dict[str, str]) -> str:
     """The page: Markdown rendered, a table of contents, and every picture in its place."""
     from markdown_it import MarkdownIt
 
-    body = MarkdownIt("commonmark").enable("table").render(text)
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     headings = re.findall(r"<h2>(.*?)</h2>", body)
     anchors = {heading: f"s{number}" for number, heading in enumerate(headings, 1)}
     body = re.sub(r"<h2>(.*?)</h2>", lambda found: f'<h2 id="{anchors[found[1]]}">{found[1]}</h2>', body)

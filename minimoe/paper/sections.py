@@ -124,7 +124,7 @@ def load(found: Part, config: ModelConfig) -> Section:
 
 def accuracy(found: Part, config: ModelConfig) -> Section:
     """Table 2."""
-    section = Section("Table 2: accuracy, experts, FLOPs on six benchmarks")
+    section = Section("Table 2: accuracy and experts on six benchmarks")
     for protocol, told in (
         ("letters", "Letters, zero-shot, greedy: the paper's protocol, with a parser that knows each item's labels."),
         ("cloze", "Log-likelihood of the answers' text (OLMES prompts, zero-shot): a small model's better measure."),
