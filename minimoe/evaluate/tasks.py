@@ -7,6 +7,8 @@ two beginnings); `choice` shows all choices and scores their letters.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +43,7 @@ class RequestSet:
         queries: the rest of each choice's context.
         continuations: of each choice.
         sizes: characters of each choice, without the space in front.
-        unconditional: a context without the question, or None where there is none (WinoGrande, and letters).
+        unconditional: a context without the question after which they are scored as well, or None.
     """
 
     id: str
@@ -58,6 +60,21 @@ class RequestSet:
         """The context of each choice, without the first `dropped` shots."""
         before = self.opening + "".join(self.shots[dropped:])
         return [before + query for query in self.queries]
+
+    @property
+    def choices(self) -> int:
+        return len(self.continuations)
+
+    @property
+    def characters(self) -> int:
+        """About what it costs: the context once, and every continuation."""
+        alone = "" if self.unconditional is None else self.unconditional
+        return len(self.contexts()[0]) + len(alone) + sum(map(len, self.continuations))
+
+    def digest(self) -> str:
+        """What tells these prompts from others."""
+        texts = [self.opening, self.shots, self.queries, self.continuations, self.unconditional]
+        return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
