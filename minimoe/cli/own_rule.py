@@ -46,6 +46,7 @@ class OwnRule(Router):
 
     def __init__(self, rule: Any, spec: str, *, every_pass: bool) -> None:
         self.rule = rule
+        self.sees = getattr(rule, "sees", "itself")  # type: ignore[misc] # of the rule, not of this class
         self._spec = spec
         self._every_pass = every_pass
         self._tested: set[tuple[int, Phase]] = set()

@@ -16,6 +16,7 @@ from minimoe.errors import InputError
 
 Record = Mapping[str, Any]
 KEYS = ("task", "router", "id", "digest")
+START = b'{"settings": '
 
 
 class Log:
@@ -71,17 +72,19 @@ class Log:
         content = self._file.read()
         # A run that was killed may have left half a line; its item is scored again.
         whole = content[: content.rfind(b"\n") + 1]
-        self._file.truncate(len(whole))
-        first, *lines = whole.split(b"\n")[:-1] or [b""]
-        if not first:
-            self._write([json.dumps({"settings": self._settings})])
-            return
-        self._check(self._parse(first, 1).get("settings"))
-        for number, line in enumerate(lines, 2):
+        if not whole and not content.startswith(START[: len(content)]):
+            raise self._broken(1)
+        lines = whole.split(b"\n")[:-1]
+        if lines:
+            self._check(self._parse(lines[0], 1).get("settings"))
+        for number, line in enumerate(lines[1:], 2):
             record = self._parse(line, number)
             if not all(isinstance(record.get(key), str) for key in KEYS):
                 raise self._broken(number)
             self._records[tuple(record[key] for key in KEYS)] = record
+        self._file.truncate(len(whole))
+        if not lines:
+            self._write([json.dumps({"settings": self._settings})])
 
     def _parse(self, line: bytes, number: int) -> dict[str, Any]:
         try:

@@ -137,7 +137,7 @@ def evaluate(
         for part in _chunks(method, todo, chunk):
             for name, rule in rules.items():
                 lacking = [(item, fitted) for item, fitted in part if _find(log, benchmark, name, item) is None]
-                for some in [lacking] if single[name] else [[one] for one in lacking]:
+                for some in filter(None, [lacking] if single[name] else [[one] for one in lacking]):
                     records = _score(method, benchmark, name, rule, some, single[name], seed)
                     log.add(records)
                     tokens += sum(record.get("tokens", 0) for record in records)
