@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import minimoe
-from minimoe.cli import bench, calibrate, chat, compare, download, evaluate, generate, routers
+from minimoe.cli import analyze, bench, calibrate, chat, compare, download, evaluate, generate, paper, routers
 from minimoe.cli.terminal import tell, write
 from minimoe.errors import InputError, NumericalError
 
