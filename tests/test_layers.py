@@ -20,7 +20,7 @@ ROWS = [
     {"generation", "scoring"},
     {"profiler", "flops", "model", "checkpoint", "hub", "tokenizer", "sampling"},
     {"weight_files", "read_ahead"},
-    {"routers", "experts"},
+    {"routers", "experts", "triton"},
     {"operations"},
     {"linear", "cache"},
     {"native"},
