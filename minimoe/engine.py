@@ -259,8 +259,8 @@ def load(
     Args:
         model: the embedded model's name ("tiny"), a checkpoint folder, or a hub id ("owner/name").
         router: a SPEC (see minimoe.routers.spec.parse_router) or a Router.
-        backend: how the experts are run: "native" (also "native:isa=avx2"), "bucketed" or "reference"; by default
-            native where its kernels run, else bucketed.
+        backend: how the experts are run: "native" (also "native:isa=avx2"), "bucketed", "reference" or, on a GPU,
+            "triton"; by default native where its kernels run, else bucketed.
         dtype: "float32", "bfloat16" or "float16"; by default what the checkpoint is stored in, which is then
             mapped and not copied.
         device: "cpu", "cuda" or "cuda:N".

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import accelerator  # noqa: F401  (comes before whatever may import triton)
 import pytest
 import torch
 from command_line import Cli, Run

@@ -21,8 +21,9 @@ from minimoe.experts import BACKENDS
 from minimoe.native import instruction_sets
 
 WITHOUT_KERNELS = pytest.mark.skipif(not instruction_sets(), reason="the native kernels were not built")
-RUNNABLE = [pytest.param(name, marks=WITHOUT_KERNELS if name == "native" else ()) for name in BACKENDS]
-"""Every backend as a parameter; native is skipped where there was no compiler."""
+ON_CPU = [name for name in BACKENDS if name != "triton"]
+RUNNABLE = [pytest.param(name, marks=WITHOUT_KERNELS if name == "native" else ()) for name in ON_CPU]
+"""Every backend of the CPU as a parameter; native is skipped where there was no compiler. Triton has its own tests."""
 
 ABSENT: Any = object()
 """As a value in VARIANTS: the key is left out of config.json."""

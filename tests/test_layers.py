@@ -21,7 +21,7 @@ ROWS = [
     {"generation", "packing", "scoring"},
     {"profiler", "flops", "model", "checkpoint", "hub", "tokenizer", "sampling"},
     {"weight_files", "read_ahead"},
-    {"routers", "experts"},
+    {"routers", "experts", "triton"},
     {"operations"},
     {"linear", "cache"},
     {"native"},

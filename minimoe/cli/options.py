@@ -40,7 +40,7 @@ Backend = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="How the experts are run: native, bucketed or reference. By default native where its kernels run.",
+        help="How the experts are run: native, bucketed, reference, triton. By default native where its kernels run.",
     ),
 ]
 DType = Annotated[

@@ -16,14 +16,30 @@ BACKENDS: dict[str, Callable[..., Backend]] = {
     "native": Native,
     "bucketed": lambda: BucketedExperts,
     "reference": lambda: ReferenceExperts,
+    "triton": lambda: _triton(),
 }
 
 
-def find_backend(spec: str) -> Backend:
-    """The backend of that name: `bucketed`, `reference`, `native`, or `native:isa=NAME` for one instruction set.
+def _triton() -> Backend:
+    """The GPU kernels; triton is imported here and nowhere sooner.
 
     Raises:
-        InputError: lists the names there are; or the native kernels cannot run here.
+        InputError: triton is not installed.
+    """
+    try:
+        from minimoe.experts.triton import Triton
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "triton":
+            raise
+        raise InputError("the triton backend needs the package triton; pip install 'minimoe[triton]'.") from None
+    return Triton()
+
+
+def find_backend(spec: str) -> Backend:
+    """The backend of that name: `bucketed`, `reference`, `triton`, `native`, or `native:isa=NAME` for one set of them.
+
+    Raises:
+        InputError: lists the names there are; or the native kernels or triton cannot run here.
     """
     name, colon, option = spec.partition(":")
     if name not in BACKENDS:
