@@ -15,8 +15,9 @@ INPUTS := pyproject.toml .ci/constraints.txt $(wildcard minimoe/native/*.cpp min
 generate: $(RUN)
 	$(BIN)/python -m minimoe generate --router elbow
 
+# Two processes, each with whole files, so that what a file prepares is prepared once.
 test: $(DEV)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # A copy of the package whose kernels are compiled with AddressSanitizer: reading or writing one byte outside a tensor
 # ends the run (-s: its report is not kept back). Leaks at exit are not what is looked for.
