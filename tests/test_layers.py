@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "minimoe"
 # The map of DESIGN.md, top to bottom. The profiler and its FLOP ledger are probes and need no engine.
 ROWS = [
     {"__main__", "cli"},
-    {"benchmark", "comparison", "fitting", "analysis"},
+    {"benchmark", "comparison", "fitting", "tuning", "analysis"},
     {"items"},
     {"engine", "chat"},
     {"generation", "scoring"},
@@ -24,7 +24,7 @@ ROWS = [
     {"operations"},
     {"linear", "cache"},
     {"native"},
-    {"recording"},
+    {"recording", "journal"},
     {"routing", "probe", "config", "calibration", "curve"},
     {"errors"},
 ]

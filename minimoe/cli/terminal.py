@@ -59,6 +59,17 @@ def reading(what: str = "Reading weights") -> Iterator[Callable[[int, int], None
         bar.stop()
 
 
+@contextmanager
+def working(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr for steps of a long work, shown by a terminal; what to call after each, with what it was."""
+    from rich.progress import Progress
+
+    console = on(sys.stderr)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda what: bar.update(task, advance=1, description=what)
+
+
 def on(stream: TextIO) -> Console:
     """A rich console on a stream, wide enough for any table where the stream is not a terminal."""
     from rich.console import Console
