@@ -31,15 +31,21 @@ class Calibration:
     checkpoint: str
     values: list[Any]
 
-    def value(self, layer: int, checkpoint: Callable[[], str] | None) -> Any:
-        """The entry of a layer.
+    def value(self, layer: int, num_layers: int | None, checkpoint: Callable[[], str] | None) -> Any:
+        """The entry of a layer of a model, of which the number of layers and the fingerprint may be unknown.
 
         Raises:
-            InputError: the file was made for another checkpoint.
+            InputError: the file was made for another checkpoint, or has not one entry for each layer.
         """
-        if (checkpoint is not None and checkpoint() != self.checkpoint) or layer >= len(self.values):
+        if checkpoint is not None and checkpoint() != self.checkpoint:
             raise InputError(
                 f"{self.path} was made for another checkpoint; make one for this model with 'minimoe calibrate'."
+            )
+        if len(self.values) != num_layers if num_layers is not None else layer >= len(self.values):
+            has = "more" if num_layers is None else str(num_layers)
+            raise InputError(
+                f"{self.path} holds values for {len(self.values)} layers, but the model has {has}; make a new one with "
+                "'minimoe calibrate'."
             )
         return self.values[layer]
 
@@ -54,7 +60,7 @@ def read_calibration(path: str, rule: str) -> Calibration:
         content = json.loads(Path(path).read_text("utf-8"))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
     fields = {"rule": str, "checkpoint": str, "values": list}
     if not isinstance(content, dict) or not all(isinstance(content.get(key), kind) for key, kind in fields.items()):

@@ -5,10 +5,13 @@ Shape letters: T tokens, V vocabulary, N items, R resamples.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ from minimoe.engine import Engine
 from minimoe.errors import NumericalError
 from minimoe.flops import expert_bytes, head_flops, layer_flops
 from minimoe.items import Item
+from minimoe.journal import Journal
 from minimoe.model import Batch
 from minimoe.probe import Phase, Probe
 from minimoe.profiler import synchronise
@@ -26,6 +30,7 @@ from minimoe.routers import Router
 from minimoe.routers.mixed_k import MixedK
 from minimoe.routers.random import Random
 from minimoe.routers.random_slots import RandomSlots
+from minimoe.routers.spec import files_of
 from minimoe.routers.top_k import TopK
 from minimoe.routing import Routing
 
@@ -75,7 +80,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """An arm over all items; the fields of its summary are documented at `summarise`."""
+    """An arm over all items; the fields of its summary are documented at `summarise` and, for controls, `changes`."""
 
     arm: Arm
     seen: list[Seen]
@@ -105,7 +110,8 @@ def compare(
     *,
     controls: bool = True,
     seed: int = 0,
-    ran: Callable[[], None] = lambda: None,
+    part: Path | None = None,
+    ran: Callable[[str], None] = lambda what: None,
 ) -> list[Outcome]:
     """Run every rule over every item, top-k first, and beside each rule that prunes its two controls.
 
@@ -113,30 +119,46 @@ def compare(
 
     Args:
         rules: names and rules; the model's own top-k is always the first arm and need not be among them.
-        ran: called after each pass.
+        part: what is done so far is kept in this file, so that a run of the same work that was cut off goes on from
+            there; it is the caller's to remove when the outcomes are safe.
+        ran: called after each item, under all rules or under all controls.
 
     Raises:
         NumericalError: logits that are not finite.
     """
+    journal = Journal(part, _identity(engine, [name for name, _ in rules], items, controls, seed))
     baseline = Arm("top_k", TopK())
     arms = [baseline, *(Arm(name, router) for name, router in rules if router != baseline.router)]
-    seen = _run(engine, arms, items, seed, ran)
+    seen = _run(engine, arms, items, seed, journal, lambda: ran("rules"))
     top_k = _mean_k(seen[0], engine)
     added = [
         Arm(f"{name}:k={mean_k:.4g}", make(k=mean_k), arm.name)
         for arm, rows in zip(arms, seen, strict=True)
-        if controls and not isinstance(arm.router, CONTROLS) and (mean_k := _mean_k(rows, engine)) < top_k - 1e-9
+        if controls and not isinstance(arm.router, CONTROLS) and 0 < (mean_k := _mean_k(rows, engine)) < top_k - 1e-9
         for name, make in (("mixed_k", MixedK), ("random", Random))
     ]
     if added:
-        seen += _run(engine, [baseline, *added], items, seed, ran)[1:]
+        seen += _run(engine, [baseline, *added], items, seed, journal, lambda: ran("controls"))[1:]
+    journal.close()
     weights_RN = resamples(len(items), seed)
     outcomes = [
         Outcome(arm, rows, summarise(rows, seen[0], engine, weights_RN))
         for arm, rows in zip([*arms, *added], seen, strict=True)
     ]
+    by_name = {outcome.arm.name: outcome for outcome in outcomes}
+    for outcome in outcomes:
+        if outcome.arm.control_of is not None:
+            rule = changes(by_name[outcome.arm.control_of].seen, outcome.seen, weights_RN)
+            outcome.summary.update({f"rule_{name}": value for name, value in rule.items()})
     # Each control stands below the rule that it belongs to.
     return [o for top in outcomes if top.arm.control_of is None for o in (top, *_controls(top, outcomes))]
+
+
+def _identity(engine: Engine, names: Sequence[str], items: Sequence[Item], controls: bool, seed: int) -> str:
+    """What the results hang on, hashed; the time they take aside."""
+    model = [engine.model.fingerprint(), str(engine.model.dtype), engine.backend, str(engine.model.device)]
+    told = [model, list(names), [files_of(name) for name in names], [asdict(item) for item in items], controls, seed]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
 
 def _controls(top: Outcome, outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -147,21 +169,30 @@ def _mean_k(rows: Sequence[Seen], engine: Engine) -> float:
     return sum(row.pairs for row in rows) / (sum(row.run for row in rows) * engine.config.num_layers)
 
 
-@torch.inference_mode()
 def _run(
-    engine: Engine, arms: Sequence[Arm], items: Sequence[Item], seed: int, ran: Callable[[], None]
+    engine: Engine, arms: Sequence[Arm], items: Sequence[Item], seed: int, journal: Journal, ran: Callable[[], None]
 ) -> list[list[Seen]]:
     """Every arm on an item before the next item, so that a machine that slows down slows all of them."""
     seen: list[list[Seen]] = [[] for _ in arms]
-    draws = [torch.Generator().manual_seed(seed) for _ in arms]
-    for item in items:
-        reference_TV: Tensor | None = None
-        for arm, rows, generator in zip(arms, seen, draws, strict=True):
-            row, logprobs_TV = _pass(engine, arm.router, item, generator, reference_TV)
-            reference_TV = logprobs_TV if reference_TV is None else reference_TV
-            rows.append(row)
-            ran()
+    for index, item in enumerate(items):
+        kept = journal.once(lambda item=item, index=index: _item(engine, arms, item, seed + index))  # type: ignore[misc]
+        for rows, fields in zip(seen, kept, strict=True):
+            rows.append(Seen(**fields))
+        ran()
     return seen
+
+
+@torch.inference_mode()
+def _item(engine: Engine, arms: Sequence[Arm], item: Item, seed: int) -> list[dict[str, Any]]:
+    """Each arm's Seen of one item as plain data; the first arm is what the others agree with or not."""
+    rows, reference_TV = [], None
+    for arm in arms:
+        # A seed for each item, so that a run that was cut off draws as an uninterrupted one.
+        generator = torch.Generator().manual_seed(seed % 2**64)
+        row, logprobs_TV = _pass(engine, arm.router, item, generator, reference_TV)
+        reference_TV = logprobs_TV if reference_TV is None else reference_TV
+        rows.append(asdict(row))
+    return rows
 
 
 def _pass(
@@ -231,23 +262,18 @@ def summarise(
     step reads at this mean k; seconds: median over the items, per token run.
     """
 
-    def of(name: str, source: Sequence[Seen] = rows) -> np.ndarray[Any, Any]:
-        return np.array([getattr(row, name) for row in source], dtype=np.float64)
+    def of(name: str) -> np.ndarray[Any, Any]:
+        return np.array([getattr(row, name) for row in rows], dtype=np.float64)
 
-    bits, size, correct = of("bits"), of("size"), of("correct")
+    bits, size = of("bits"), of("size")
     run, scored = of("run").sum(), of("scored").sum()
-    bits_change, correct_change = bits - of("bits", base), correct - of("correct", base)
-    drawn_bytes_R = np.maximum(weights_RN @ size, 1)
     mean_k = _mean_k(rows, engine)
     return {
         "bits_per_byte": bits.sum() / size.sum(),
-        "bits_per_byte_interval": interval(weights_RN @ bits / drawn_bytes_R),
-        "bits_per_byte_change": bits_change.sum() / size.sum(),
-        "bits_per_byte_change_interval": interval(weights_RN @ bits_change / drawn_bytes_R),
+        "bits_per_byte_interval": interval(weights_RN @ bits / np.maximum(weights_RN @ size, 1)),
         "perplexity": float(2 ** (bits.sum() / of("tokens").sum())),
-        "accuracy": correct.mean(),
-        "accuracy_change": correct_change.mean(),
-        "accuracy_change_interval": interval(weights_RN @ correct_change / len(rows)),
+        "accuracy": of("correct").mean(),
+        **changes(rows, base, weights_RN),
         "agreement": of("agree").sum() / scored,
         "kl": of("divergence").sum() / scored,
         "mean_k": mean_k,
@@ -257,6 +283,22 @@ def summarise(
         * engine.config.num_layers
         * expert_bytes(engine.config, engine.model.dtype.itemsize),
         "seconds": float(np.median(of("seconds") / of("run"))),
+    }
+
+
+def changes(rows: Sequence[Seen], base: Sequence[Seen], weights_RN: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """From one arm to another on the same items, in bits a byte and in accuracy, each with a paired 95 % interval.
+
+    In the summary of a control they stand with rule_ before their names: from the control to its rule.
+    """
+    size = np.array([row.size for row in rows], dtype=np.float64)
+    bits = np.array([row.bits - other.bits for row, other in zip(rows, base, strict=True)])
+    correct = np.array([float(row.correct) - other.correct for row, other in zip(rows, base, strict=True)])
+    return {
+        "bits_per_byte_change": bits.sum() / size.sum(),
+        "bits_per_byte_change_interval": interval(weights_RN @ bits / np.maximum(weights_RN @ size, 1)),
+        "accuracy_change": correct.mean(),
+        "accuracy_change_interval": interval(weights_RN @ correct / len(rows)),
     }
 
 

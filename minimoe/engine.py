@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch import Tensor
 from minimoe.chat import Chat
 from minimoe.checkpoint import read_checkpoint
 from minimoe.config import ModelConfig
-from minimoe.errors import InputError
+from minimoe.errors import InputError, shown
 from minimoe.experts import default_backend, find_backend
 from minimoe.generation import Batcher, Generation, Request, Stream
 from minimoe.hub import resolve
@@ -33,6 +34,7 @@ from minimoe.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_MODEL = "tiny"
+MOST_THREADS = 1024
 
 Prompt = str | Sequence[int]
 
@@ -277,8 +279,8 @@ def load(
     if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):
         raise InputError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
     if threads is not None:
-        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-            raise InputError(f"threads must be a whole number of at least 1, not {threads!r}.")
+        if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MOST_THREADS:
+            raise InputError(f"threads must be a whole number from 1 to {MOST_THREADS}, not {shown(threads)}.")
         torch.set_num_threads(threads)
     folder = resolve(str(model), revision=revision)
     checkpoint = read_checkpoint(folder)
@@ -336,9 +338,13 @@ def _device(name: str) -> torch.device:
 
 
 def _notes(dtype: torch.dtype, device: torch.device, backend: str) -> list[str]:
-    if device.type != "cpu" or backend.startswith("native"):
+    if device.type != "cpu":
         return []
-    notes = []
+    notes, threads, processors = [], torch.get_num_threads(), os.cpu_count() or 1
+    if threads > processors:
+        notes.append(f"{threads} threads share this machine's {processors} processors, which is slower than as many.")
+    if backend.startswith("native"):
+        return notes
     if not instruction_sets():
         notes.append(f"Running without the native kernels, which is slower: {NOT_BUILT}.")
     by_kernels = backend == "bucketed" and dtype == torch.bfloat16 and best_kernels()

@@ -10,3 +10,12 @@ class InputError(ValueError):
 
 class NumericalError(ArithmeticError):
     """The model produced a number that is not finite; the message names where. Exit code 1 on the command line."""
+
+
+def shown(value: object, longest: int = 60) -> str:
+    """A value as it stands in a sentence: its repr, cut where it is long; never an error of its own."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a whole number of thousands of digits, or lists within lists
+        return f"something too long to show ({type(value).__name__})"
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."

@@ -113,6 +113,20 @@ def _at_least(counts_B: np.ndarray[Any, Any], wanted: float) -> float:
     return LEAST ** (1 - place / BINS)
 
 
+def check(rule: str, mean_k: float | None) -> None:
+    """Refuse what no model could be fitted with, see calibrate.
+
+    Raises:
+        InputError: an unknown rule, or a mean k that the rule cannot have.
+    """
+    if rule not in FITTED:
+        raise InputError(f"there is nothing to calibrate in {rule!r}; choose one of {', '.join(FITTED)}.")
+    if rule == "skip" and mean_k is not None:
+        raise InputError("skip takes the median of its text; to fit one beta to a mean k, give --key beta.")
+    if mean_k is not None and not 1 <= mean_k < math.inf:
+        raise InputError(f"the mean k must lie between 1 and the model's own, not {mean_k:g}.")
+
+
 def calibrate(
     engine: Engine,
     rule: str,
@@ -135,13 +149,10 @@ def calibrate(
     Raises:
         InputError: an unknown rule, or a mean_k that the rule cannot have.
     """
+    check(rule, mean_k)
     top_k = engine.config.top_k
     wanted = float(top_k if mean_k is None else mean_k)
-    if rule not in FITTED:
-        raise InputError(f"there is nothing to calibrate in {rule!r}; choose one of {', '.join(FITTED)}.")
-    if rule == "skip" and mean_k is not None:
-        raise InputError("skip takes the median of its text and no mean k.")
-    if not 1 <= wanted <= top_k:
+    if wanted > top_k:
         raise InputError(f"the mean k must lie between 1 and the model's own {top_k}, not {wanted:g}.")
     counts = Counts(engine.config.num_layers, engine.config.num_experts, top_k)
     work = [[*item.contexts[0], *item.continuations[0]] for item in items]

@@ -6,7 +6,6 @@ A cloze file holds one JSON object a line in HellaSwag's schema: `ctx`, `endings
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +57,26 @@ def cloze_items(engine: Engine, path: str | Path, limit: int | None = None) -> l
     """The items of a cloze file. An ending follows its passage after a space, or at once after a line break or space.
 
     Raises:
-        InputError: a file that is missing, empty, or whose line (named) is no item or too long for the model.
+        InputError: as read_cloze does, or an item (its line is named) that is too long for the model.
+    """
+    return [_tokenised(engine, cloze) for cloze in read_cloze(path, limit)]
+
+
+@dataclass(frozen=True, slots=True)
+class Cloze:
+    """An item as its file has it, and which line that is."""
+
+    place: str
+    passage: str
+    endings: list[str]
+    label: int
+
+
+def read_cloze(path: str | Path, limit: int | None = None) -> list[Cloze]:
+    """Read a cloze file.
+
+    Raises:
+        InputError: a file that is missing, empty, or one of whose lines (named) is no item.
     """
     try:
         lines = Path(path).read_text("utf-8-sig").split("\n")
@@ -69,10 +87,10 @@ def cloze_items(engine: Engine, path: str | Path, limit: int | None = None) -> l
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()][:limit]
     if not numbered:
         raise InputError(f"{path} has no items.")
-    return [_cloze_item(engine, line, f"line {number} of {path}") for number, line in numbered]
+    return [_parsed(line, f"line {number} of {path}") for number, line in numbered]
 
 
-def _cloze_item(engine: Engine, line: str, place: str) -> Item:
+def _parsed(line: str, place: str) -> Cloze:
     try:
         fields = json.loads(line)
         passage, endings, label = fields["ctx"], fields["endings"], fields["label"]
@@ -84,11 +102,15 @@ def _cloze_item(engine: Engine, line: str, place: str) -> Item:
         sound = False
     if not sound:
         raise InputError(f"{place} is no cloze item; it needs ctx, endings and label, as HellaSwag has them.")
-    gap = "" if not passage or passage[-1].isspace() else " "
-    parts = [cut(engine.tokenizer, passage, gap + ending) for ending in endings]
+    return Cloze(place, passage, endings, label)
+
+
+def _tokenised(engine: Engine, cloze: Cloze) -> Item:
+    gap = "" if not cloze.passage or cloze.passage[-1].isspace() else " "
+    parts = [cut(engine.tokenizer, cloze.passage, gap + ending) for ending in cloze.endings]
     contexts = [context or engine.encode_prompt([]) for context, _ in parts]
     longest = max(len(context) + len(ids) for context, (_, ids) in zip(contexts, parts, strict=True))
-    if longest > engine.config.max_positions:
-        raise InputError(f"{place} has {longest} tokens, but the model's context holds {engine.config.max_positions}.")
-    sizes: Sequence[int] = [len(ending.encode()) for ending in endings]
-    return Item(contexts, [ids for _, ids in parts], list(sizes), label)
+    holds = engine.config.max_positions
+    if longest > holds:
+        raise InputError(f"{cloze.place} has {longest} tokens, but the model's context holds {holds}.")
+    return Item(contexts, [ids for _, ids in parts], [len(ending.encode()) for ending in cloze.endings], cloze.label)

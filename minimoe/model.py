@@ -26,7 +26,7 @@ from minimoe.errors import NumericalError
 from minimoe.experts import Backend, ExpertWeights
 from minimoe.operations import Attention
 from minimoe.probe import Phase, Probe
-from minimoe.routers import Router, RouterContext
+from minimoe.routers import Router, RouterContext, decide
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class Layer:
                     f"layer {self.index}: the router logits are not finite; the weights or the inputs are broken."
                 )
         with probe.span("rule", self.index):
-            routing = router.route(logits_TE, context)
+            routing = decide(router, logits_TE, context)
         probe.routed(self.index, routing, logits_TE)
         with probe.span("experts", self.index):
             return x_TD + self.experts.run(normed_TD, routing)

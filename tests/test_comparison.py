@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from scipy import stats
 
 import minimoe
 from minimoe.cli import main
-from minimoe.comparison import Outcome, compare, frontier, interval, resamples
+from minimoe.comparison import Outcome, Seen, changes, compare, frontier, interval, resamples
 from minimoe.engine import Engine
 from minimoe.errors import InputError
 from minimoe.items import cloze_items, text_items
 from minimoe.model import Batch
 from minimoe.probe import RoutingRecorder
+from minimoe.routers import PrefixRouter, RouterContext
 from minimoe.routers.spec import parse_router
 
 TEXT = " ".join(SENTENCES) + " a🙂é한"
@@ -140,6 +142,81 @@ def test_the_paired_interval_is_scipys_bootstrap() -> None:
     assert ours == pytest.approx([theirs.low, theirs.high], abs=0.02 * (theirs.high - theirs.low))
 
 
+def test_a_rule_against_its_control_is_scipys_paired_bootstrap(outcomes: list[Outcome]) -> None:
+    elbow = outcomes[1]
+    for control in outcomes[2:4]:
+        pairs = list(zip(elbow.seen, control.seen, strict=True))
+        change = np.array([rule.bits - other.bits for rule, other in pairs])
+        size = np.array([float(rule.size) for rule, _ in pairs])
+        theirs = stats.bootstrap(
+            (change, size), lambda c, s, axis: c.sum(axis) / s.sum(axis), paired=True, vectorized=True,
+            method="percentile", n_resamples=20_000, rng=np.random.default_rng(1),
+        ).confidence_interval  # fmt: skip
+        ours = changes(elbow.seen, control.seen, resamples(len(pairs), seed=0, count=20_000))
+        assert ours["bits_per_byte_change"] == change.sum() / size.sum()
+        wide = theirs.high - theirs.low
+        assert ours["bits_per_byte_change_interval"] == pytest.approx([theirs.low, theirs.high], abs=0.03 * wide)
+        few = changes(elbow.seen, control.seen, resamples(len(pairs), seed=0))
+        assert {f"rule_{name}": value for name, value in few.items()}.items() <= control.summary.items()
+        difference = elbow.summary["bits_per_byte"] - control.summary["bits_per_byte"]
+        assert control.summary["rule_bits_per_byte_change"] == pytest.approx(difference)
+    assert not any("rule_bits_per_byte_change" in outcome.summary for outcome in (*outcomes[:2], outcomes[4]))
+
+
+def test_accuracy_against_a_control_is_counted_by_hand() -> None:
+    def seen(correct: bool) -> Seen:
+        return Seen(1.0, 1, 1, correct, 1, 0.0, 1, 1, 1, 1, 1, 1.0)
+
+    rule, control = [seen(c) for c in (True, True, False, True)], [seen(c) for c in (True, False, False, False)]
+    found = changes(rule, control, np.array([[1, 1, 1, 1], [0, 4, 0, 0], [0, 0, 4, 0]]))
+    assert found["accuracy_change"] == 0.5
+    assert found["accuracy_change_interval"] == pytest.approx(np.percentile([0.5, 1, 0], [2.5, 97.5]).tolist())
+    assert found["bits_per_byte_change_interval"] == [0, 0]
+
+
+def test_a_rule_that_often_uses_no_expert_has_controls_that_do_not_either(engine: Engine) -> None:
+    class Nothing(PrefixRouter):
+        def count(self, sorted_probs_TE: torch.Tensor, context: RouterContext) -> torch.Tensor:
+            return torch.zeros(len(sorted_probs_TE), dtype=torch.int64)
+
+    rules = [("often", parse_router("threshold:p=0.4,floor=0")), ("always", Nothing(floor=0))]
+    found = compare(engine, rules, text_items(engine, TEXT, 32))
+    rule, mixed, random, none = found[1:]
+    assert 0 < rule.summary["mean_k"] < 1
+    assert mixed.summary["mean_k"] == pytest.approx(rule.summary["mean_k"], rel=0.05)
+    assert random.summary["mean_k"] == pytest.approx(rule.summary["mean_k"], rel=0.05)
+    assert none.summary["mean_k"] == 0  # and nothing to control
+
+
+@pytest.mark.parametrize("share", [0, 0.4, 0.6, 0.99])
+def test_killed_anywhere_a_comparison_ends_with_the_same_results(share: float, engine: Engine, tmp_path: Path) -> None:
+    rules, items = [("elbow", parse_router("elbow"))], text_items(engine, TEXT, 32)
+    kill = 1 + int(share * 2 * len(items))
+    part = tmp_path / "part"
+    runs = 0
+
+    def ran(what: str) -> None:
+        nonlocal runs
+        runs += 1
+        if runs == kill:
+            raise KeyboardInterrupt
+
+    def results(outcomes: list[Outcome]) -> list[Any]:
+        names = [outcome.arm.name for outcome in outcomes]
+        rows = [[replace(row, seconds=0.0) for row in outcome.seen] for outcome in outcomes]
+        return [names, rows, [{**outcome.summary, "seconds": 0} for outcome in outcomes]]
+
+    whole = results(compare(engine, rules, items))
+    with pytest.raises(KeyboardInterrupt):
+        compare(engine, rules, items, part=part, ran=ran)
+    before = len(part.read_text().splitlines())
+    assert before == 1 + kill
+    assert results(compare(engine, rules, items, part=part)) == whole
+    assert len(part.read_text().splitlines()) == 1 + 2 * len(items)
+    compare(engine, rules, items, part=part, seed=1, controls=False)  # other work, begun anew
+    assert len(part.read_text().splitlines()) == 1 + len(items)
+
+
 def test_the_frontier_is_what_nothing_beats() -> None:
     rng = np.random.default_rng(0)
     points = [(float(x), float(y)) for x, y in rng.integers(1, 9, (12, 2))]
@@ -164,8 +241,10 @@ def test_the_verb_writes_a_table_a_document_and_a_picture(
     pytest.importorskip("matplotlib")
     picture = tmp_path / "picture.svg"
     words = ["compare", "-m", checkpoint(), "--cloze", cloze_file(tmp_path), "--router", "top_k:k=1,min_p:p=0.9"]
-    code, out, _ = run(capsys, *words, "--plot", picture)
+    written = tmp_path / "compare.json"
+    code, out, _ = run(capsys, *words, "--plot", picture, "--out", written)
     assert code == 0
+    assert not list(tmp_path.glob("*.part"))
     table = [line for line in out.splitlines() if line.startswith("|")]
     assert len({len(line) for line in table}) == 1
     names = [line.split("|")[1].strip() for line in table[2:]]
@@ -174,6 +253,8 @@ def test_the_verb_writes_a_table_a_document_and_a_picture(
     assert "<svg" in picture.read_text("utf-8")
     code, out, _ = run(capsys, *words, "--json")
     document = json.loads(out)
+    for arms in zip(document["arms"], json.loads(written.read_text("utf-8"))["arms"], strict=True):
+        assert arms[0]["bits_per_byte"] == arms[1]["bits_per_byte"]
     assert [arm["control_of"] for arm in document["arms"]] == [None, None, None, "min_p:p=0.9", "min_p:p=0.9"]
     assert f"{document['arms'][1]['bits_per_byte']:.4f}" == table[3].split("|")[3].strip()
     assert len(document["arms"][0]["per_item"]) == document["items"] == 3
@@ -190,8 +271,12 @@ BAD: dict[str, tuple[list[str], str]] = {
     "not cloze": (["--cloze", "short.txt"], "line 1 of short.txt is no cloze item"),
     "label": (["--cloze", "label.jsonl"], "line 1 of label.jsonl is no cloze item"),
     "picture": (["--text", "short.txt", "--plot", "x.pdf"], ".png or .svg"),
+    "picture's place": (["--text", "short.txt", "--plot", "absent/x.png"], "there is no folder absent"),
+    "document's place": (["--text", "short.txt", "--out", "."], "--out needs the name of a file"),
     "rule": (["--text", "short.txt", "--router", "nonsense"], "unknown router"),
+    "one item": (["--cloze", "one.jsonl"], "at least two items"),
 }
+ONLY_BY_THE_MODEL = ("one window", "window too long")
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -205,6 +290,9 @@ def test_bad_input_to_compare_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "short.txt").write_text("a fox")
+    (tmp_path / "one.jsonl").write_text(json.dumps(CLOZE[0]))
+    if case not in ONLY_BY_THE_MODEL:
+        monkeypatch.setattr("minimoe.cli.options.load_engine", lambda *_: pytest.fail("the model was loaded"))
     (tmp_path / "label.jsonl").write_text(json.dumps({**CLOZE[0], "label": 3}))
     words, sentence = BAD[case]
     window = [] if "--window" in words else ["--window", "100"]

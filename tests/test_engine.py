@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -436,6 +437,7 @@ def test_chat_needs_a_template(engine: Engine) -> None:
         ({"device": "cuda:256"}, "no device"),
         ({"device": "cuda:-1"}, "device"),
         ({"threads": 0}, "threads"),
+        ({"threads": 10**5000}, "threads must be a whole number from 1 to 1024, not something too long to show"),
         ({"router": "top_k:k=9"}, "9 experts.* 8"),
     ],
 )
@@ -450,3 +452,14 @@ def test_dtype_is_kept_and_overridden(checkpoint: Callable[..., Path]) -> None:
     assert (kept.model.dtype, widened.model.dtype) == (torch.bfloat16, torch.float32)
     assert widened.weight_bytes == 2 * kept.weight_bytes
     assert widened.model.head_VD is widened.model.embed_VD
+
+
+def test_more_threads_than_processors_are_warned_of(checkpoint: Callable[..., Path]) -> None:
+    before = torch.get_num_threads()
+    try:
+        crowded = minimoe.load(checkpoint(), threads=(os.cpu_count() or 1) + 1).notes
+        alone = minimoe.load(checkpoint(), threads=1).notes
+    finally:
+        torch.set_num_threads(before)
+    assert next(note for note in crowded if note not in alone).endswith("which is slower than as many.")
+    assert len(crowded) == len(alone) + 1

@@ -161,8 +161,6 @@ def test_mask_is_a_sort_by_hand() -> None:
     assert chosen(rule.route(logits_TE, context(T))) == expected
     elsewhere = rule.route(logits_TE, replace(context(T), layer=1))
     assert torch.equal(elsewhere.experts_TK, TopK(k=4).route(logits_TE, context(T)).experts_TK)
-    few = Mask(forbid="0/1/2", k=4).route(torch.zeros(2, 5), context(2))
-    assert chosen(few) == [{3: pytest.approx(0.2), 4: pytest.approx(0.2)}] * 2
 
 
 MASKS = {
@@ -171,6 +169,8 @@ MASKS = {
     "layer=4": "no layer 4",
     "force=1/2/3,k=2": "3 experts are forced",
     "k=17": "17 experts a token",
+    "forbid=0/1/2,k=14": "only 13 of 16 experts are allowed, but a token uses 14",
+    "forbid=0/1/2/3/4/5/6/7/8/9/10/11/12/13/14/15": "all 16 experts are forbidden",
 }
 
 
@@ -180,10 +180,27 @@ def test_a_mask_names_what_the_model_does_not_have(keys: str) -> None:
         parse_router(f"mask:{keys}").route(torch.zeros(1, 16), replace(context(1), num_layers=4))
 
 
-@pytest.mark.parametrize("keys", ["forbid=1,force=1", "forbid=a", "forbid=-1", "force=1//2", "k=0"])
+@pytest.mark.parametrize(
+    "keys", ["forbid=1,force=1", "forbid=a", "forbid=-1", "force=1//2", "k=0", "layer=0", f"forbid={'9' * 5000}"]
+)
 def test_a_mask_that_makes_no_sense_is_refused(keys: str) -> None:
     with pytest.raises(InputError):
         parse_router(f"mask:{keys}")
+
+
+CONTRADICTIONS = {
+    "mixed_k:k=5.5,cap=5": "k 5.5 is above cap 5",
+    "mixed_k:k=2.5,floor=3": "floor 3 is above k 2.5 rounded down",
+    "union:k0=3,k=2": "k0 3 is above k, 2",
+}
+
+
+@pytest.mark.parametrize("spec", CONTRADICTIONS)
+def test_keys_that_contradict_each_other_are_refused(spec: str) -> None:
+    with pytest.raises(InputError, match=CONTRADICTIONS[spec]):
+        parse_router(spec)
+    with pytest.raises(InputError, match="k0 9 is above k, 8"):
+        Union(k0=9).route(torch.zeros(1, 16), context(1))
 
 
 @pytest.mark.parametrize("k", [1.0, 1.3, 4.75, 7.615])
@@ -195,7 +212,14 @@ def test_the_controls_meet_a_mean_k_to_one_percent(rule: Any, tokens: int, k: fl
     logits_TE = curves(64, tokens)
     counts = torch.cat([rule(k=k).route(logits_TE, shared).k_T for _ in range(passes)])
     assert counts.double().mean().item() == pytest.approx(k, rel=0.01)
-    assert set(counts.tolist()) <= {int(k), -int(-k // 1)}
+    assert set(counts.tolist()) <= {int(k), int(k) + 1}
+
+
+@pytest.mark.parametrize("rule", [MixedK, Random])
+def test_a_mean_k_under_one_leaves_tokens_without_an_expert(rule: Any) -> None:
+    routing = rule(k=0.2).route(curves(64, T), drawing(T))
+    routing.check()
+    assert routing.k_T.bincount().tolist() == pytest.approx([0.8 * T, 0.2 * T], abs=1)
 
 
 def test_random_draws_every_expert_alike_and_keeps_the_slots_weights() -> None:
@@ -273,14 +297,24 @@ def test_a_rule_that_needs_a_calibration_says_so(rule: str, tmp_path: Path, chec
         parse_router(rule)
     with pytest.raises(InputError, match="cannot be read"):
         parse_router(f"{rule}:file={tmp_path}/absent.json")
-    (tmp_path / "text.json").write_text("not json")
-    with pytest.raises(InputError, match="no calibration file"):
-        parse_router(f"{rule}:file={tmp_path}/text.json")
+    for content in ("not json", "[" * 100_000, f'{{"values": [{"9" * 5000}]}}'):
+        (tmp_path / "text.json").write_text(content)
+        with pytest.raises(InputError, match="no calibration file"):
+            parse_router(f"{rule}:file={tmp_path}/text.json")
     value = {"skip": 0.5, "top_any": [0.1] * 8, "layer_k": 1}[rule]
     file = calibration(tmp_path, rule, [value] * 3, checkpoint="another")
     engine = minimoe.load(checkpoint(), router=f"{rule}:file={file}")
     with pytest.raises(InputError, match="another checkpoint"):
         engine.generate("a fox", max_new_tokens=1)
+    for layers in (2, 4):
+        file = calibration(tmp_path, rule, [value] * layers, checkpoint=engine.model.fingerprint())
+        with pytest.raises(InputError, match=f"holds values for {layers} layers, but the model has 3"):
+            minimoe.load(checkpoint(), router=f"{rule}:file={file}").generate("a fox", max_new_tokens=1)
+    for wild in ([10**400] * 3, [[[[[]]]]] * 3):
+        file = calibration(tmp_path, rule, wild, checkpoint=engine.model.fingerprint())
+        with pytest.raises(InputError) as caught:
+            minimoe.load(checkpoint(), router=f"{rule}:file={file}").generate("a fox", max_new_tokens=1)
+        assert len(str(caught.value)) < 400
     own = calibration(tmp_path, rule, [value] * 3, checkpoint=engine.model.fingerprint())
     assert minimoe.load(checkpoint(), router=f"{rule}:file={own}").generate("a fox", max_new_tokens=2).tokens
     with pytest.raises(InputError, match=f"for the rule {rule}"):

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "minimoe"
 ROWS = [
     {"__main__", "cli"},
     {"paper"},
-    {"analysis", "benchmark", "comparison", "evaluate", "fitting"},
+    {"analysis", "benchmark", "comparison", "evaluate", "fitting", "tuning"},
     {"items"},
     {"engine", "chat"},
     {"generation", "packing", "scoring"},
@@ -25,7 +25,7 @@ ROWS = [
     {"operations"},
     {"linear", "cache"},
     {"native"},
-    {"recording"},
+    {"recording", "journal"},
     {"routing", "probe", "config", "calibration", "curve"},
     {"errors", "tables"},
 ]

@@ -23,6 +23,7 @@ from minimoe.routers.spec import parameters, parse_router
 from minimoe.routers.threshold import Threshold
 from minimoe.routers.top_k import TopK
 from minimoe.routers.top_p import TopP
+from minimoe.routing import Routing
 
 DATACLASS_RULE = """
     from __future__ import annotations
@@ -142,6 +143,9 @@ REFUSED = {
     "top_p:p=1.5": "router top_p: p must be a number from 0 to 1, not 1.5",
     "top_p:p=nan": "router top_p: p must be a number from 0 to 1, not nan",
     "top_p:p=none": "router top_p: p must be a number, not 'none'",
+    f"top_k:k={'9' * 5000}": r"router top_k: k must be a whole number, not '9{50,60}\.\.\.\.",
+    f"mask:forbid={'9' * 5000}": r"router mask: forbid takes whole numbers .* not '9{50,60}\.\.\.\.",
+    "mixed_k:k=1e400": "router mixed_k: k must be a number above 0, not inf",
     "top_k:k=2.5": "router top_k: k must be a whole number, not '2.5'",
     "top_k:k=0": "router top_k: k must be a whole number of at least 1, not 0",
     "elbow:renorm=sum": "router elbow: renorm must be one of model, none, kept, topk, not 'sum'",
@@ -318,3 +322,33 @@ def test_a_key_of_several_types_takes_the_first_that_fits(tmp_path: Path) -> Non
     assert [repr(value) for value in values] == ["3", "0.5", "None"]
     with pytest.raises(InputError, match="x must be a number"):
         parse_router(f"{tmp_path}/either.py:Either:x=many")
+
+
+class Misrouted:
+    """A rule built in Python that returns whatever it was given."""
+
+    def __init__(self, routing: Any) -> None:
+        self.routing = routing
+
+    def route(self, logits_TE: Any, context: Any) -> Any:
+        return self.routing
+
+
+@pytest.mark.parametrize(
+    ("routing", "says"),
+    [
+        (None, "must return a Routing, not NoneType"),
+        (Routing.empty(8), r"was given logits \[2, 8\]"),
+        (Routing(torch.full((2, 1), 70), torch.ones(2, 1), torch.ones(2, dtype=torch.int64), 8), "broken Routing"),
+        (
+            Routing(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), torch.ones(2, dtype=torch.int64), 64),
+            "logits",
+        ),
+    ],
+)
+def test_what_a_rule_built_in_python_returns_is_tested(
+    routing: Any, says: str, checkpoint: Callable[..., Path]
+) -> None:
+    rule: Any = Misrouted(routing)
+    with pytest.raises(InputError, match=f"router Misrouted .*{says}"):
+        minimoe.load(checkpoint(), router=rule).generate([5, 6], max_new_tokens=1)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from minimoe.cli import options
-from minimoe.cli.terminal import on, tell, write, write_json
+from minimoe.cli.terminal import tell, working, write, write_json
 from minimoe.errors import InputError
 
 if TYPE_CHECKING:
-    from minimoe.benchmark import Arm, Result, Work
+    from minimoe.benchmark import Result
 
 COLUMNS = (
     "model",
@@ -103,14 +101,14 @@ def bench(
     engines = {engine.backend: engine for engine in loaded}
     arms = [Arm(spec, name, rule, engine.model) for name, engine in engines.items() for spec, rule in rules.items()]
     engine = loaded[0]
-    with _progress(len(works) * len(arms) * (repetitions + 1)) as ran:
+    with working(len(works) * len(arms) * (repetitions + 1)) as ran:
         results = measure(
             arms,
             works,
             vocabulary=min(engine.config.vocab_size, engine.tokenizer.vocab_size),
             repetitions=repetitions,
             seed=seed,
-            ran=ran,
+            ran=lambda arm, work: ran(f"{work.name} {arm.router} {arm.backend}"),
         )
     rows = [_row(options.describe(engines[result.arm.backend]), result) for result in results]
     if json or output == "json":
@@ -151,21 +149,6 @@ def whole_numbers(option: str, text: str, *, least: int) -> list[int]:
             )
         numbers.append(number)
     return list(dict.fromkeys(numbers))
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[Arm, Work], None]]:
-    """A bar on stderr that a terminal shows while the runs go on, and what to call after each."""
-    from rich.progress import Progress
-
-    console = on(sys.stderr)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-
-        def ran(arm: Arm, work: Work) -> None:
-            bar.update(task, advance=1, description=f"{work.name} {arm.router} {arm.backend}")
-
-        yield ran
 
 
 def _row(facts: dict[str, Any], result: Result) -> dict[str, Any]:

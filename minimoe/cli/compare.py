@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json as json_format
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,8 +12,10 @@ import typer
 
 from minimoe.cli import options
 from minimoe.cli.bench import split_specs
-from minimoe.cli.terminal import tell, write, write_json
+from minimoe.cli.pictures import scatter
+from minimoe.cli.terminal import tell, working, write, write_json
 from minimoe.errors import InputError
+from minimoe.tables import markdown
 
 if TYPE_CHECKING:
     from minimoe.comparison import Outcome
@@ -39,6 +43,9 @@ def compare(
     plot: Annotated[
         str | None, typer.Option(metavar="FILE", help="Draw quality against compute into a .png or .svg file.")
     ] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", metavar="FILE", help="Write the JSON document into a file as well.")
+    ] = None,
     backend: options.Backend = None,
     dtype: options.DType = None,
     device: options.Device = options.DEFAULT_DEVICE,
@@ -46,53 +53,81 @@ def compare(
     seed: options.Seed = 0,
     json: options.Json = False,
 ) -> None:
-    """Compare routing rules on one text or cloze file: quality with paired 95 % intervals, work, and time."""
+    """Compare routing rules on one text or cloze file: quality with paired 95 % intervals, work, and time.
+
+    With --out, a run that was cut off goes on where it was when the same command is given again.
+    """
     options.check_sampling(seed=seed)
     if (text is None) == (cloze is None):
         raise InputError("give either --text FILE or --cloze FILE.")
-    if plot is not None and Path(plot).suffix not in (".png", ".svg"):
-        raise InputError(f"--plot writes .png or .svg files, not {plot!r}.")
     if plot is not None:
-        options.check_output("--plot", plot)
+        _check_plot(plot)
+    if out is not None:
+        options.check_output("--out", out)
     written = read_text(text) if text is not None else ""
     from minimoe.cli.own_rule import read_router
     from minimoe.comparison import compare as run
-    from minimoe.items import cloze_items, text_items
+    from minimoe.items import cloze_items, read_cloze, text_items
 
+    few = "an interval needs at least two items; give a longer text or a smaller --window."
+    if cloze is not None and len(read_cloze(cloze, limit)) < 2:
+        raise InputError(few)
     rules = [(spec, read_router(spec)) for spec in split_specs(router or ["elbow"])]
     engine = options.load_engine(model, options.DEFAULT_ROUTER, backend, dtype, device, threads)
-    tell(options.headline(options.describe(engine), "as below"))
+    for line in (options.headline(options.describe(engine), "as below"), *engine.notes):
+        tell(line)
     items = cloze_items(engine, cloze, limit) if cloze else text_items(engine, written, window)[:limit]
     if len(items) < 2:
-        raise InputError("an interval needs at least two items; give a longer text or a smaller --window.")
-    outcomes = run(engine, rules, items, controls=controls, seed=seed)
-    source = str(cloze or text)
+        raise InputError(few)
+    part = None if out is None else Path(f"{out}.part")
+    with working((1 + controls) * len(items)) as ran:
+        outcomes = run(engine, rules, items, controls=controls, seed=seed, part=part, ran=ran)
+    document = _document(engine, outcomes, items, str(cloze or text), seed)
+    if out is not None and part is not None:
+        fresh = Path(f"{out}.new")
+        fresh.write_text(json_format.dumps(document, allow_nan=False) + "\n", "utf-8")
+        fresh.replace(out)
+        part.unlink()
     if json:
-        write_json(_document(engine, outcomes, items, source, seed))
-        if plot is not None:
-            _plot(outcomes, plot)
-        return
-    from minimoe.cli.pictures import scatter
-
-    write(table(outcomes, with_accuracy=cloze is not None))
-    write("\n" + scatter(points(outcomes), "MFLOPs a token", "bits a byte") + "\n")
+        write_json(document)
+    else:
+        write(table(outcomes, with_accuracy=cloze is not None))
+        write("\n" + scatter(points(outcomes), "MFLOPs a token", "bits a byte") + "\n")
+        write("* the frontier: no other arm is as cheap and better. The random controls stand in the table only.\n")
+        if any(outcome.arm.control_of for outcome in outcomes):
+            write("rule - it: from a control to its rule, on the same items at the same mean k.\n")
     if plot is not None:
         _plot(outcomes, plot)
-    write("* the frontier: no other arm is as cheap and better. The random controls stand in the table only.\n")
+
+
+def _check_plot(path: str) -> None:
+    """Refuse a picture that could not be drawn, before there is work to lose.
+
+    Raises:
+        InputError: neither .png nor .svg, no place to write to, or no matplotlib.
+    """
+    if Path(path).suffix not in (".png", ".svg"):
+        raise InputError(f"--plot writes .png or .svg files, not {path!r}.")
+    options.check_output("--plot", path)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError("--plot needs matplotlib; pip install 'minimoe[plot]'.")
 
 
 def read_text(path: str) -> str:
     """A whole text file.
 
     Raises:
-        InputError: it cannot be read, or is not UTF-8.
+        InputError: it cannot be read, is not UTF-8, or holds nothing.
     """
     try:
-        return Path(path).read_text("utf-8")
+        text = Path(path).read_text("utf-8")
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}.") from None
     except UnicodeDecodeError:
         raise InputError(f"{path} is not UTF-8 text.") from None
+    if not text.strip():
+        raise InputError(f"the text is empty: {path} holds nothing but white space.")
+    return text
 
 
 def points(outcomes: list[Outcome]) -> list[tuple[str, float, float, bool]]:
@@ -110,33 +145,32 @@ def points(outcomes: list[Outcome]) -> list[tuple[str, float, float, bool]]:
 
 
 def table(outcomes: list[Outcome], *, with_accuracy: bool) -> str:
-    """A Markdown table; controls are indented under their rule. Intervals are those of the change against top-k."""
-    heads = ["rule", "mean k", "bits/byte", "change", "95 %", "perplexity"]
-    heads += ["accuracy", "change", "95 %"] if with_accuracy else []
+    """A Markdown table; controls are indented under their rule.
+
+    The changes are those against top-k; beside each control stands how its rule differs from it. With 95 % intervals.
+    """
+    against = any(outcome.arm.control_of for outcome in outcomes)
+    compared = ["change", "95 %", *(["rule - it", "95 %"] if against else [])]
+    heads = ["rule", "mean k", "bits/byte", *compared, "perplexity"]
+    heads += ["accuracy", *compared] if with_accuracy else []
     heads += ["agree", "KL", "MFLOPs/token", "expert MB/token", "µs/token"]
-    lines = [heads, ["-" * len(head) for head in heads]]
+    rows = []
     for outcome in outcomes:
-        s, first = outcome.summary, outcome is outcomes[0]
-        name = f"{'· ' if outcome.arm.control_of else ''}{outcome.arm.name}"
-        row = [name, f"{s['mean_k']:.2f}", f"{s['bits_per_byte']:.4f}", *_change(s, "bits_per_byte", ".4f", first)]
-        row.append(f"{s['perplexity']:.2f}")
-        if with_accuracy:
-            row += [f"{s['accuracy']:.1%}", *_change(s, "accuracy", ".1%", first)]
+        s, first, control = outcome.summary, outcome is outcomes[0], outcome.arm.control_of is not None
+        row = [f"{'· ' if control else ''}{outcome.arm.name}", f"{s['mean_k']:.2f}"]
+        for name, form in (
+            (("bits_per_byte", ".4f"), ("accuracy", ".1%")) if with_accuracy else (("bits_per_byte", ".4f"),)
+        ):
+            row += [format(s[name], form), *(["", ""] if first else _change(s, name, form))]
+            if against:
+                row += _change(s, f"rule_{name}", form) if control else ["", ""]
+            row += [f"{s['perplexity']:.2f}"] if name == "bits_per_byte" else []
         row += [f"{s['agreement']:.1%}", f"{s['kl']:.4f}", f"{s['flops'] / 1e6:.3f}"]
-        row += [f"{s['decode_expert_bytes'] / 1e6:.3f}", f"{s['seconds'] * 1e6:.1f}"]
-        lines.append(row)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines[1] = ["-" * width for width in widths]
-
-    def cell(column: int, text: str) -> str:
-        return text.rjust(widths[column]) if column else text.ljust(widths[column])
-
-    return "".join(f"| {' | '.join(cell(i, text) for i, text in enumerate(line))} |\n" for line in lines)
+        rows.append([*row, f"{s['decode_expert_bytes'] / 1e6:.3f}", f"{s['seconds'] * 1e6:.1f}"])
+    return markdown(heads, rows)
 
 
-def _change(summary: dict[str, Any], name: str, form: str, first: bool) -> list[str]:
-    if first:
-        return ["", ""]
+def _change(summary: dict[str, Any], name: str, form: str) -> list[str]:
     low, high = summary[f"{name}_change_interval"]
     return [f"{summary[f'{name}_change']:+{form}}", f"{low:+{form}} to {high:+{form}}"]
 
@@ -164,15 +198,9 @@ def _document(engine: Engine, outcomes: list[Outcome], items: list[Item], source
 
 
 def _plot(outcomes: list[Outcome], path: str) -> None:
-    """Quality against compute with its frontier, each point named where it stands.
+    """Quality against compute with its frontier, each point named where it stands."""
+    from matplotlib.figure import Figure
 
-    Raises:
-        InputError: matplotlib is not there.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError("--plot needs matplotlib; pip install 'minimoe[plot]'.") from None
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     drawn = points(outcomes)

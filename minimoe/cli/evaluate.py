@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json as json_module
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,8 +12,9 @@ import typer
 
 from minimoe.cli import options
 from minimoe.cli.bench import split_specs
-from minimoe.cli.terminal import on, tell, write, write_json
+from minimoe.cli.terminal import tell, working, write, write_json
 from minimoe.errors import InputError
+from minimoe.tables import markdown
 
 if TYPE_CHECKING:
     from minimoe.engine import Engine
@@ -106,7 +105,11 @@ def eval(
     with Log(None if folder is None else folder / "items.jsonl", settings(engine, seed)) as log:
         start = time.perf_counter()
         try:
-            with _progress(left(benchmarks, rules, log)) as ran:
+            with working(left(benchmarks, rules, log)) as piece:
+
+                def ran(benchmark: Benchmark, rule: str, characters: int) -> None:
+                    piece(f"{benchmark.task.title}, {rule}", characters)
+
                 tokens = evaluate(engine, benchmarks, rules, log, seed=seed, ran=ran)
         except KeyboardInterrupt:
             if folder is not None:
@@ -139,27 +142,11 @@ def _folder(out: str) -> Path:
     return Path(out)
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[Benchmark, str, int], None]]:
-    """A bar on stderr with the time that is left, shown by a terminal, and what to call after each piece of work."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    console = on(sys.stderr)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-
-        def ran(benchmark: Benchmark, rule: str, characters: int) -> None:
-            bar.update(task, advance=characters, description=f"{benchmark.task.title}, {rule}")
-
-        yield ran
-
-
 def table(found: Sequence[dict[str, Any]]) -> str:
     """A Markdown table, one line a result; a change is against the first rule of the task."""
     heads = ["task", "router", "items", "accuracy", "95 %", "chance", "change", "95 %", "mean k"]
     heads += ["invalid", "tied", "cut"]
-    lines = [heads]
+    lines = []
     for index, result in enumerate(found):
         first = index == 0 or found[index - 1]["task"] != result["task"]
         low, high = result["interval"]
@@ -177,14 +164,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
                 *(str(result[name]) for name in ("invalid", "tied", "cut")),
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rule = [f"{'-' * width}" for width in widths]
-
-    def cell(column: int, text: str) -> str:
-        return text.ljust(widths[column]) if column < 2 else text.rjust(widths[column])
-
-    shown = [lines[0], rule, *lines[1:]]
-    return "".join(f"| {' | '.join(cell(i, text) for i, text in enumerate(line))} |\n" for line in shown)
+    return markdown(heads, lines, text_columns=2)
 
 
 def _range(interval: Sequence[float], form: str) -> str:

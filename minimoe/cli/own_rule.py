@@ -13,6 +13,7 @@ from torch import Tensor
 from minimoe.errors import InputError
 from minimoe.probe import Phase
 from minimoe.routers import Router, RouterContext
+from minimoe.routers.base import check_routing
 from minimoe.routers.spec import parse_router
 from minimoe.routing import Routing
 
@@ -65,23 +66,10 @@ class OwnRule(Router):
         except (Exception, SystemExit) as error:  # a script may well call sys.exit
             what = f"{type(error).__name__}: {error}".removesuffix(".")
             raise InputError(f"router {self._spec} failed{self._line(error)}: {what}.") from error
-        if not isinstance(routing, Routing):
-            raise InputError(f"router {self._spec} must return a Routing, not {type(routing).__name__}.")
         if self._every_pass or (context.layer, context.phase) not in self._tested:
-            self._test(routing, logits_TE)
+            check_routing(routing, logits_TE, f"router {self._spec}")
             self._tested.add((context.layer, context.phase))
         return routing
-
-    def _test(self, routing: Routing, logits_TE: Tensor) -> None:
-        try:
-            routing.check()
-        except (ValueError, TypeError, RuntimeError) as error:
-            raise InputError(f"router {self._spec} returned a broken Routing: {error}.") from error
-        if (routing.num_tokens, routing.num_experts) != tuple(logits_TE.shape):
-            raise InputError(
-                f"router {self._spec} was given logits {list(logits_TE.shape)} and returned experts "
-                f"{list(routing.experts_TK.shape)} for a model of {routing.num_experts} experts."
-            )
 
     def _line(self, error: BaseException) -> str:
         """The last line of the user's own file that ran."""

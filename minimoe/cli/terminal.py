@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.progress import Progress
 
 WIDTH = 120  # columns where there is no terminal to ask
 
@@ -62,24 +63,37 @@ def reading(what: str = "Reading weights") -> Iterator[Callable[[int, int], None
 @contextmanager
 def counting() -> Iterator[tuple[Callable[[str], None], Callable[[int, int], None]]]:
     """A bar on stderr for work in several parts, shown by a terminal: one call names a part, the other counts in it."""
+    with _steps() as bar:
+        task = bar.add_task("", total=None)
+
+        def told(what: str) -> None:
+            bar.reset(task, total=None, description=what)
+
+        def ran(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield told, ran
+
+
+@contextmanager
+def working(total: int) -> Iterator[Callable[..., None]]:
+    """A bar on stderr for one long work, shown by a terminal; what to call after each piece: its name and steps."""
+    with _steps() as bar:
+        task = bar.add_task("", total=total)
+
+        def ran(what: str, steps: int = 1) -> None:
+            bar.update(task, advance=steps, description=what)
+
+        yield ran
+
+
+def _steps() -> Progress:
+    """Rich's bar with a name, a share and the time that is left."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     console = on(sys.stderr)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    task = bar.add_task("", total=None)
-
-    def told(what: str) -> None:
-        bar.start()
-        bar.reset(task, total=None, description=what)
-
-    def ran(done: int, total: int) -> None:
-        bar.update(task, completed=done, total=total)
-
-    try:
-        yield told, ran
-    finally:
-        bar.stop()
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def on(stream: TextIO) -> Console:

@@ -1,6 +1,6 @@
 """Routing rules, one a file, and the registry that gives them their names."""
 
-from minimoe.routers.base import PrefixRouter, Router, RouterContext, rank
+from minimoe.routers.base import PrefixRouter, Router, RouterContext, decide, rank
 from minimoe.routers.elbow import Elbow
 from minimoe.routers.entropy import Entropy
 from minimoe.routers.gap_ratio import GapRatio
@@ -41,4 +41,4 @@ ROUTERS: dict[str, type[Router]] = {
     "random_head": RandomHead,
 }
 
-__all__ = ["ROUTERS", "PrefixRouter", "Router", "RouterContext", "rank"]
+__all__ = ["ROUTERS", "PrefixRouter", "Router", "RouterContext", "decide", "rank"]

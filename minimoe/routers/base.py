@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from minimoe.errors import InputError
+from minimoe.errors import InputError, shown
 from minimoe.native import best_kernels
 from minimoe.probe import Phase
 from minimoe.routing import Routing
@@ -89,6 +89,37 @@ def rank(logits_TE: Tensor) -> tuple[Tensor, Tensor]:
     return torch.sort(probs_TE, dim=-1, descending=True, stable=True)
 
 
+def decide(router: Router, logits_TE: Tensor, context: RouterContext) -> Routing:
+    """What a rule decides; tested where somebody else than minimoe wrote its `route`.
+
+    Raises:
+        InputError: it returned no Routing, a broken one, or one for other tokens or experts.
+    """
+    routing = router.route(logits_TE, context)
+    if getattr(router.route, "__module__", "").partition(".")[0] != "minimoe":
+        check_routing(routing, logits_TE, f"router {type(router).__name__}")
+    return routing
+
+
+def check_routing(routing: object, logits_TE: Tensor, what: str) -> None:
+    """Refuse what is no sound Routing for these logits; a backend would read past its weights, or quietly do wrong.
+
+    Raises:
+        InputError: names the rule (`what`) and what is wrong.
+    """
+    if not isinstance(routing, Routing):
+        raise InputError(f"{what} must return a Routing, not {type(routing).__name__}.")
+    try:
+        routing.check()
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise InputError(f"{what} returned a broken Routing: {error}.") from error
+    if (routing.num_tokens, routing.num_experts) != tuple(logits_TE.shape):
+        raise InputError(
+            f"{what} was given logits {list(logits_TE.shape)} and returned experts "
+            f"{list(routing.experts_TK.shape)} for a model of {routing.num_experts} experts."
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrefixRouter(Router):
     """A rule that keeps the k best experts of each token, and only has to say how many: `count`.
@@ -110,7 +141,7 @@ class PrefixRouter(Router):
             check_count("cap", self.cap, 1)
         check_count("floor", self.floor, 0)
         if self.cap is not None and self.floor > self.cap:
-            raise InputError(f"floor {self.floor} is above cap {self.cap}.")
+            raise InputError(f"floor {shown(self.floor)} is above cap {shown(self.cap)}.")
         check_choice("renorm", self.renorm, Renorm)
 
     @abstractmethod
@@ -136,7 +167,7 @@ class PrefixRouter(Router):
         limit = self.limit(context)
         check_width(limit, num_experts)
         if self.floor > limit:
-            raise InputError(f"the router's floor {self.floor} is above its cap of {limit} experts a token.")
+            raise InputError(f"the router's floor {shown(self.floor)} is above its cap of {limit} experts a token.")
         sorted_probs_TE, experts_TE = rank(logits_TE)
         k_T = self._checked(self.count(sorted_probs_TE, context), logits_TE.shape[0]).clamp(self.floor, limit)
         routing = Routing.from_ranking(experts_TE[:, :limit], sorted_probs_TE[:, :limit], k_T, num_experts)
@@ -174,7 +205,7 @@ def check_fraction(name: str, value: float) -> None:
         InputError: names the key and the value.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise InputError(f"{name} must be a number from 0 to 1, not {value!r}.")
+        raise InputError(f"{name} must be a number from 0 to 1, not {shown(value)}.")
 
 
 def check_count(name: str, value: int, least: int) -> None:
@@ -184,7 +215,7 @@ def check_count(name: str, value: int, least: int) -> None:
         InputError: names the key and the value.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{name} must be a whole number of at least {least}, not {value!r}.")
+        raise InputError(f"{name} must be a whole number of at least {least}, not {shown(value)}.")
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:
@@ -194,7 +225,7 @@ def check_choice(name: str, value: str, choices: Any) -> None:
         InputError: names the key, the valid values and the value.
     """
     if value not in get_args(choices):
-        raise InputError(f"{name} must be one of {', '.join(get_args(choices))}, not {value!r}.")
+        raise InputError(f"{name} must be one of {', '.join(get_args(choices))}, not {shown(value)}.")
 
 
 def draw(count: int, context: RouterContext) -> Tensor:
@@ -226,7 +257,7 @@ def check_width(wanted: int, num_experts: int) -> None:
         InputError: names both numbers.
     """
     if wanted > num_experts:
-        raise InputError(f"the router asks for up to {wanted} experts a token, but the model has {num_experts}.")
+        raise InputError(f"the router asks for up to {shown(wanted)} experts a token, but the model has {num_experts}.")
 
 
 def check_positive(name: str, value: float) -> None:
@@ -236,7 +267,7 @@ def check_positive(name: str, value: float) -> None:
         InputError: names the key and the value.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise InputError(f"{name} must be a number above 0, not {value!r}.")
+        raise InputError(f"{name} must be a number above 0, not {shown(value)}.")
 
 
 def numbers(name: str, value: str | int | None) -> list[int]:
@@ -247,7 +278,8 @@ def numbers(name: str, value: str | int | None) -> list[int]:
     """
     if value is None:
         return []
-    parts = str(value).split("/")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise InputError(f"{name} takes whole numbers with / between them, as in {name}=3/17, not {value!r}.")
+    parts = [part.strip() for part in str(value).split("/")]
+    # Python itself reads no number of thousands of digits.
+    if not all(part.isdecimal() and len(part) < 20 for part in parts):
+        raise InputError(f"{name} takes whole numbers with / between them, as in {name}=3/17, not {shown(value)}.")
     return [int(part) for part in parts]

@@ -52,11 +52,12 @@ class LayerK(PrefixRouter):
 
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
         if self._fitted is not None:
-            k = self._fitted.value(context.layer, context.checkpoint)
+            k = self._fitted.value(context.layer, context.num_layers, context.checkpoint)
         else:
             layers = context.num_layers
             if context.layer >= len(self._k) > 1 or (layers is not None and len(self._k) not in (1, layers)):
                 of = "more" if layers is None else str(layers)
                 raise InputError(f"k has numbers for {len(self._k)} layers, but the model has {of}.")
             k = self._k[min(context.layer, len(self._k) - 1)]
+        k = min(k, self.limit(context))
         return torch.full((len(sorted_probs_TE),), k, dtype=torch.int64, device=sorted_probs_TE.device)

@@ -17,8 +17,8 @@ from minimoe.routing import Routing
 class Mask(Router):
     """Every token uses its k best experts after some were forbidden and others forced.
 
-    Formula: k = the key k, or fewer where fewer experts are allowed; the forced experts first, then the most
-    probable of those not forbidden, all at their raw softmax probability. Source: expert ablation, as in the
+    Formula: k = the key k; the forced experts, and the most probable of those not forbidden, all at their raw
+    softmax probability. Source: expert ablation, as in the
     studies of specialisation in OLMoE (Muennighoff et al. 2024).
 
     Attributes:
@@ -44,6 +44,8 @@ class Mask(Router):
         both = sorted({*self._forbid} & {*self._force})
         if both:
             raise InputError(f"expert {both[0]} is both forbidden and forced.")
+        if self._layers and not self._forbid and not self._force:
+            raise InputError("say with forbid= or force= which experts to mask in those layers, as in forbid=3/17.")
         if self.k is not None:
             check_count("k", self.k, 1)
 
@@ -51,26 +53,24 @@ class Mask(Router):
         """Rank, strike out, cut.
 
         Raises:
-            InputError: an expert or a layer that the model does not have, or more forced experts than k.
+            InputError: an expert or a layer that the model does not have, more forced experts than k, or fewer
+                allowed ones.
         """
         num_experts = logits_TE.shape[1]
         width = context.top_k if self.k is None else self.k
         check_width(width, num_experts)
         self._check(num_experts, width, context)
         probs_TE, experts_TE = rank(logits_TE)
-        k = width
         if context.layer in self._layers or not self._layers:
             # What comes first: forced (0), free (1), forbidden (2); a stable sort keeps the ranking within each.
             order_E = torch.ones(num_experts, dtype=torch.int64, device=probs_TE.device)
             order_E[list(self._forbid)] = 2
             order_E[list(self._force)] = 0
             front_TE = order_E[experts_TE].sort(dim=1, stable=True).indices
-            k = min(width, num_experts - len({*self._forbid}))
-            chosen_TK = front_TE[:, :k].sort(dim=1).values  # descending rank again
-            chosen_TK = torch.cat([chosen_TK, front_TE[:, k:width]], dim=1)
+            chosen_TK = front_TE[:, :width].sort(dim=1).values  # descending rank again
         else:
             chosen_TK = torch.arange(width, device=probs_TE.device).expand(len(probs_TE), width)
-        k_T = torch.full((len(probs_TE),), k, dtype=torch.int64, device=probs_TE.device)
+        k_T = torch.full((len(probs_TE),), width, dtype=torch.int64, device=probs_TE.device)
         return Routing.from_ranking(experts_TE.gather(1, chosen_TK), probs_TE.gather(1, chosen_TK), k_T, num_experts)
 
     def _check(self, num_experts: int, width: int, context: RouterContext) -> None:
@@ -83,3 +83,10 @@ class Mask(Router):
                 raise InputError(f"there is no layer {layer} to mask; the model's run from 0 to {layers - 1}.")
         if len({*self._force}) > width:
             raise InputError(f"{len({*self._force})} experts are forced, but a token uses only {width}.")
+        allowed = num_experts - len({*self._forbid})
+        if allowed < width:
+            raise InputError(
+                f"only {allowed} of {num_experts} experts are allowed, but a token uses {width}; forbid fewer."
+                if allowed
+                else f"all {num_experts} experts are forbidden; allow at least one."
+            )

@@ -44,5 +44,9 @@ class Skip(PrefixRouter):
             object.__setattr__(self, "_fitted", fitted)
 
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
-        beta = (self.beta or 0.0) if self._fitted is None else self._fitted.value(context.layer, context.checkpoint)
+        beta = (
+            (self.beta or 0.0)
+            if self._fitted is None
+            else self._fitted.value(context.layer, context.num_layers, context.checkpoint)
+        )
         return (sorted_probs_TE >= beta * sorted_probs_TE[:, :1]).sum(dim=-1)

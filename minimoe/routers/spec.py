@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
+import re
 import sys
 import types
 import typing
@@ -13,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from minimoe.errors import InputError
+from minimoe.errors import InputError, shown
 from minimoe.routers import ROUTERS, Router
 
 
@@ -31,17 +34,43 @@ def parse_router(spec: str | Router) -> Router:
     if not isinstance(spec, str):
         if callable(getattr(spec, "route", None)) and not isinstance(spec, type):
             return spec
-        raise InputError(f"a router is a text such as 'elbow' or an object with a route method, not {spec!r}.")
-    name, _, rest = spec.strip().partition(":")
-    key = name.replace("-", "_")
-    if key in ROUTERS:
-        return _build(key, ROUTERS[key], rest)
-    class_name, _, arguments = rest.partition(":")
+        raise InputError(f"a router is a text such as 'elbow' or an object with a route method, not {shown(spec)}.")
+    return _build(*find_rule(spec))
+
+
+def find_rule(spec: str) -> tuple[str, Callable[..., Router], str]:
+    """What the rule of a SPEC is called, what makes it, and the keys that follow; errors are those of parse_router."""
+    name, class_name, keys = _split(spec)
+    if name in ROUTERS:
+        return name, ROUTERS[name], keys
     if "/" in name and not name.endswith(".py"):
         raise InputError(f"{name!r} is not a file of Python code; write {name}.py:Class if that is its name.")
     if name.endswith(".py") or "." in name or (class_name.isidentifier() and _is_module(name)):
-        return _build(f"{name}:{class_name}", _user_class(name, class_name), arguments)
+        return f"{name}:{class_name}", _user_class(name, class_name), keys
     raise InputError(f"unknown router {name!r}; choose one of {', '.join(ROUTERS)}, or name your own as path.py:Class.")
+
+
+def with_key(spec: str, key: str, value: float) -> str:
+    """A SPEC with one more key, its value in six digits."""
+    name, class_name, keys = _split(spec)
+    known = [part.strip() for part in keys.split(",") if part.strip()]
+    return ":".join([*filter(None, (name, class_name)), ",".join([*known, f"{key}={value:.6g}"])])
+
+
+def files_of(spec: str) -> list[str]:
+    """A hash of each file that a SPEC names: the user's own rule, a calibration, a recording."""
+    words = [word.strip() for word in re.split("[:,=]", spec)]
+    return [hashlib.sha256(Path(word).read_bytes()).hexdigest() for word in words if os.path.isfile(word)]
+
+
+def _split(spec: str) -> tuple[str, str, str]:
+    """The parts of a SPEC: a rule's name or the place of a class, that class or nothing, and the keys."""
+    name, _, rest = spec.strip().partition(":")
+    registered = name.replace("-", "_")
+    if registered in ROUTERS:
+        return registered, "", rest
+    class_name, _, keys = rest.partition(":")
+    return name, class_name, keys
 
 
 def _is_module(name: str) -> bool:
@@ -75,9 +104,9 @@ def _build(name: str, rule: Callable[..., Router], text: str) -> Router:
         key, equals, value = item.partition("=")
         key = key.strip().replace("-", "_")
         if not equals:
-            raise InputError(f"router {name}: write key=value, not {item!r}.")
+            raise InputError(f"router {name}: write key=value, not {shown(item)}.")
         if key not in known:
-            raise InputError(f"router {name} has no key {key!r}; its keys are {', '.join(known) or '(none)'}.")
+            raise InputError(f"router {name} has no key {shown(key)}; its keys are {', '.join(known) or '(none)'}.")
         if key in arguments:
             raise InputError(f"router {name}: {key} is given twice.")
         arguments[key] = _convert(f"router {name}: {key}", value.strip(), known[key].annotation)
@@ -109,18 +138,18 @@ def _convert(what: str, text: str, kind: Any) -> Any:
     if typing.get_origin(kind) is typing.Literal:
         choices = {str(choice): choice for choice in typing.get_args(kind)}
         if text not in choices:
-            raise InputError(f"{what} must be one of {', '.join(choices)}, not {text!r}.")
+            raise InputError(f"{what} must be one of {', '.join(choices)}, not {shown(text)}.")
         return choices[text]
     if kind is bool:
         if text.lower() not in ("true", "false"):
-            raise InputError(f"{what} must be true or false, not {text!r}.")
+            raise InputError(f"{what} must be true or false, not {shown(text)}.")
         return text.lower() == "true"
     if kind in (int, float):
         try:
             return kind(text)
         except ValueError:
             noun = "a whole number" if kind is int else "a number"
-            raise InputError(f"{what} must be {noun}, not {text!r}.") from None
+            raise InputError(f"{what} must be {noun}, not {shown(text)}.") from None
     return text
 
 

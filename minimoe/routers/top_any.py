@@ -71,7 +71,7 @@ class TopAny(Router):
     def _thresholds(self, num_experts: int, context: RouterContext) -> Tensor:
         if self._fitted is None:
             return torch.full((num_experts,), float(self.p or 0))
-        values = self._fitted.value(context.layer, context.checkpoint)
+        values = self._fitted.value(context.layer, context.num_layers, context.checkpoint)
         if not isinstance(values, list) or len(values) != num_experts:
             raise InputError(f"{self.file} does not hold {num_experts} thresholds for each layer.")
         return torch.tensor(values, dtype=torch.float32)

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from minimoe.errors import InputError
+from minimoe.errors import InputError, shown
 from minimoe.routers.base import Router, RouterContext, Sees, check_choice, check_count, check_width, rank
 from minimoe.routing import Routing
 
@@ -43,12 +43,13 @@ class Union(Router):
         check_choice("within", self.within, Within)
         if self.k is not None:
             check_count("k", self.k, 1)
+            self._check_first(self.k)
 
     def route(self, logits_TE: Tensor, context: RouterContext) -> Routing:
         """Collect every token's first choices, then choose among them.
 
         Raises:
-            InputError: a decode step with within=sequence, or more experts than the model has.
+            InputError: a decode step with within=sequence, more experts than the model has, or k0 above k.
         """
         if self.within == "sequence" and context.phase == "decode":
             raise InputError(
@@ -58,6 +59,7 @@ class Union(Router):
         tokens, num_experts = logits_TE.shape
         width = context.top_k if self.k is None else self.k
         check_width(width, num_experts)
+        self._check_first(width)
         probs_TE, experts_TE = rank(logits_TE)
         group_T = torch.zeros_like(context.sequence_T) if self.within == "batch" else context.sequence_T
         first_TE = torch.zeros(tokens, num_experts, dtype=torch.bool, device=logits_TE.device)
@@ -71,3 +73,7 @@ class Union(Router):
         return Routing.from_ranking(
             experts_TE.gather(1, front_TK), probs_TE.gather(1, front_TK), usable_TE.sum(dim=1), num_experts
         )
+
+    def _check_first(self, width: int) -> None:
+        if self.k0 > width:
+            raise InputError(f"k0 {shown(self.k0)} is above k, {width}: a token's own first experts are among its k.")
