@@ -137,7 +137,7 @@ def test_a_state_of_other_work_or_a_broken_one_is_not_used(engine: Engine, items
         ("elbow", None, "nothing to calibrate in 'elbow'"),
         ("skip", 4.0, "takes the median"),
         ("layer_k", 9.0, "between 1 and the model's own 8"),
-        ("top_any", 0.5, "between 1 and the model's own 8"),
+        ("top_any", 0.5, "between 1 and the model's own, not 0.5"),
     ],
 )
 def test_what_cannot_be_fitted_is_refused(

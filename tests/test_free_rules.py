@@ -166,7 +166,7 @@ def test_mask_is_a_sort_by_hand() -> None:
 MASKS = {
     "forbid=16": "no expert 16",
     "force=99": "no expert 99",
-    "layer=4": "no layer 4",
+    "layer=4,forbid=1": "no layer 4",
     "force=1/2/3,k=2": "3 experts are forced",
     "k=17": "17 experts a token",
     "forbid=0/1/2,k=14": "only 13 of 16 experts are allowed, but a token uses 14",

@@ -74,7 +74,8 @@ def test_no_tokens_is_a_routing_of_no_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("name", PREFIX_RULES)
 def test_floor_and_cap_bound_k(name: str) -> None:
-    k_T = PREFIX_RULES[name](cap=5, floor=3).route(curves(64, T=600), context(600)).k_T
+    own: dict[str, Any] = {"k": 4.5} if name == "mixed_k" else {}  # whose k must lie within them
+    k_T = PREFIX_RULES[name](cap=5, floor=3, **own).route(curves(64, T=600), context(600)).k_T
     assert k_T.min() >= 3
     assert k_T.max() <= 5
 

@@ -74,7 +74,8 @@ def calibrate(
     items = text_items(engine, written, window)
     if key is not None and mean_k is not None and by_key:
         document = _tune(engine, rule, key, mean_k, items, out)
-        tell(f"mean k {document['mean_k']:.4f} on {document['tokens']} tokens; use it as --router {document['router']}")
+        reached = f"mean k {document['mean_k']:.4f}, where {mean_k:g} was wanted, on {document['tokens']} tokens"
+        tell(f"{reached}; use it as --router {document['router']}")
     else:
         document = _fit(engine, fitted, mean_k, items, str(out))
         tell(f"fitted to {document['tokens']} tokens; use it as --router {fitted}:file={out}")
