@@ -5,13 +5,12 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from minimoe.chat import Chat
 from minimoe.checkpoint import read_checkpoint
@@ -23,6 +22,7 @@ from minimoe.hub import resolve
 from minimoe.linear import has_native_half
 from minimoe.model import Olmoe
 from minimoe.native import NOT_BUILT, best_kernels, instruction_sets
+from minimoe.placing import place
 from minimoe.probe import Probe
 from minimoe.profiler import Profile, Profiler, timed
 from minimoe.read_ahead import Progress, read_ahead
@@ -274,7 +274,7 @@ def load(
         InputError: anything that the caller can mend; one sentence.
     """
     rule = parse_router(router)
-    place = _device(str(device))
+    target = _device(str(device))
     chosen = None if backend is None else find_backend(backend)
     if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):
         raise InputError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
@@ -286,9 +286,9 @@ def load(
     checkpoint = read_checkpoint(folder)
     wanted = DTYPES[dtype] if dtype else checkpoint.dtype
     read_ahead(checkpoint.files, progress)
-    weights = _place(checkpoint.tensors, wanted, place)
+    weights = place(checkpoint.tensors, wanted, target)
     unique = {id(tensor): tensor.nbytes for tensor in weights.values()}
-    backend = backend or default_backend(wanted, place)
+    backend = backend or default_backend(wanted, target)
     return Engine(
         name=str(model),
         model=Olmoe(checkpoint.config, weights, chosen or find_backend(backend)),
@@ -297,17 +297,8 @@ def load(
         backend=backend,
         eos_token_ids=checkpoint.eos_token_ids,
         weight_bytes=sum(unique.values()),
-        notes=_notes(wanted, place, backend),
+        notes=_notes(wanted, target, backend),
     )
-
-
-def _place(tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Weights in the wanted dtype and place; nothing is copied where both already fit, and tied stays tied."""
-    moved: dict[int, Tensor] = {}
-    for tensor in tensors.values():
-        if id(tensor) not in moved:
-            moved[id(tensor)] = tensor.to(device=device, dtype=dtype)
-    return {name: moved[id(tensor)] for name, tensor in tensors.items()}
 
 
 def _as_batch(prompt: Any) -> tuple[bool, list[Any]]:
