@@ -87,7 +87,8 @@ def analyze(
         if versus_model is not None:
             beside = options.load_engine(versus_model, options.DEFAULT_ROUTER, backend, dtype, device, None)
         other = Versus(beside, versus or router, other_rule or rule)
-    tell(options.headline(options.describe(engine), router))
+    for line in (options.headline(options.describe(engine), router), *engine.notes):
+        tell(line)
     total, done = size(sources), 0
     with reading("Analysing") as progress:
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json as json_module
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +22,7 @@ from minimoe.tables import markdown
 if TYPE_CHECKING:
     from minimoe.engine import Engine
     from minimoe.evaluate.run import Benchmark
+    from minimoe.routers import Router
 
 ALL = "mmlu,arc_easy,arc_challenge,hellaswag,piqa,winogrande"
 
@@ -97,7 +101,8 @@ def eval(
     from minimoe.evaluate.results import results
     from minimoe.evaluate.run import evaluate, left, settings
 
-    rules = {spec: read_router(spec, every_pass=False) for spec in specs}
+    routers = {spec: read_router(spec, every_pass=False) for spec in specs}
+    rules = {log_name(spec, rule): rule for spec, rule in routers.items()}
     engine = options.load_engine(model, options.DEFAULT_ROUTER, backend, dtype, device, threads)
     tell(options.headline(options.describe(engine), ", ".join(specs)))
     for note in engine.notes:
@@ -116,7 +121,9 @@ def eval(
                 tell(f"Stopped. What is done is in {folder}, and the same command goes on from there.")
             raise
         seconds = time.perf_counter() - start
-        found = results(benchmarks, specs, log, engine.config.num_layers, published_parser=published_parser)
+        found = results(benchmarks, list(rules), log, engine.config.num_layers, published_parser=published_parser)
+    shown = dict(zip(rules, specs, strict=True))
+    found = [{**result, "router": shown[result["router"]]} for result in found]
     if tokens:
         tell(f"{tokens:,} tokens in {seconds:.0f} s, {tokens / seconds:,.0f} tokens/s")
     document = _document(engine, found, seed)
@@ -127,6 +134,16 @@ def eval(
         write_json(document)
     else:
         write(table(found) + "\n" + notes(found))
+
+
+def log_name(spec: str, rule: Router) -> str:
+    """What the log calls a rule: its SPEC, and a digest of the files it is made of, for a changed rule runs anew."""
+    from minimoe.cli.own_rule import OwnRule
+
+    paths = {Path(part) for part in re.split("[:=,]", spec) if Path(part).is_file()}
+    source = inspect.getsourcefile(type(rule.rule)) if isinstance(rule, OwnRule) else None
+    contents = [path.read_bytes() for path in sorted({*paths, *([Path(source)] if source else [])})]
+    return f"{spec}#{hashlib.sha256(b''.join(contents)).hexdigest()[:8]}" if contents else spec
 
 
 def _folder(out: str) -> Path:

@@ -49,7 +49,8 @@ def paper(
 
     engine = options.load_engine(model, options.DEFAULT_ROUTER, backend, dtype, device, threads)
     study = Study(engine, Path(data), folder, quick=quick, seed=seed)
-    tell(options.headline(options.describe(engine), "as the paper needs them"))
+    for line in (options.headline(options.describe(engine), "as the paper needs them"), *engine.notes):
+        tell(line)
     seconds = study.seconds()
     tell(f"this will take about {_duration(seconds)}" if seconds else "everything is measured already")
     with counting() as (told, ran):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -20,11 +20,22 @@ from minimoe.evaluate.tasks import Normaliser, RequestSet, Split, Task, build, r
 from minimoe.model import Batch
 from minimoe.routers import Router
 
-Protocol = Literal["cloze", "choice", "letters"]
+Kind = Literal["cloze", "choice", "letters"]
 
 CHUNK = 4000  # positions that are in caches at once: large enough to be fast, small enough for memory
 
 Fields = dict[str, Any]
+Item = RequestSet | LetterPrompt
+
+
+class Method(Protocol):
+    """How the items of a protocol are run: Likelihood or Letters. What `fit` returns has a `room`."""
+
+    def fit(self, item: Any) -> Any: ...
+
+    def together(self, router: Router, items: Sequence[Any]) -> list[Fields]: ...
+
+    def alone(self, router: Router, item: Any, seed: int) -> Fields: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +50,7 @@ class Benchmark:
     """
 
     task: Task
-    protocol: Protocol
+    protocol: Kind
     split: Split
     shots: int
     normaliser: Normaliser | None
@@ -50,7 +61,7 @@ def prepare(
     task: Task,
     data: Path,
     *,
-    protocol: Protocol = "cloze",
+    protocol: Kind = "cloze",
     shots: int = 0,
     normaliser: Normaliser | None = None,
     limit: int | None = None,
@@ -132,7 +143,7 @@ def evaluate(
     single = {name: decides_alone(engine, rule) for name, rule in rules.items()}
     tokens = 0
     for benchmark in benchmarks:
-        method: Any = Letters(engine) if benchmark.protocol == "letters" else Likelihood(engine)
+        method: Method = Letters(engine) if benchmark.protocol == "letters" else Likelihood(engine)
         todo = [item for item in benchmark.items if any(_find(log, benchmark, name, item) is None for name in rules)]
         for part in _chunks(method, todo, chunk):
             for name, rule in rules.items():
@@ -146,7 +157,13 @@ def evaluate(
 
 
 def _score(
-    method: Any, benchmark: Benchmark, name: str, rule: Router, part: Sequence[tuple[Any, Any]], single: bool, seed: int
+    method: Method,
+    benchmark: Benchmark,
+    name: str,
+    rule: Router,
+    part: Sequence[tuple[Item, Any]],
+    single: bool,
+    seed: int,
 ) -> list[Fields]:
     """Records of some items by one rule; those that no cutting makes fit are invalid."""
     fitting = [(item, fitted) for item, fitted in part if fitted is not None]
@@ -161,9 +178,9 @@ def _score(
     ]
 
 
-def _chunks(method: Any, items: Sequence[Any], limit: int) -> Iterator[list[tuple[Any, Any]]]:
+def _chunks(method: Method, items: Sequence[Item], limit: int) -> Iterator[list[tuple[Item, Any]]]:
     """Items with their token ids, as many at a time as have room."""
-    part: list[tuple[Any, Any]] = []
+    part: list[tuple[Item, Any]] = []
     used = 0
     for item in items:
         fitted = method.fit(item)
@@ -189,13 +206,13 @@ def decides_alone(engine: Engine, rule: Router) -> bool:
     return torch.equal(before, draws.get_state())
 
 
-def _key(benchmark: Benchmark, name: str, item: Any) -> dict[str, str]:
+def _key(benchmark: Benchmark, name: str, item: Item) -> dict[str, str]:
     return {"task": benchmark.task.name, "router": name, "id": item.id, "digest": item.digest()}
 
 
-def _find(log: Log, benchmark: Benchmark, name: str, item: Any) -> Any:
+def _find(log: Log, benchmark: Benchmark, name: str, item: Item) -> Any:
     return log.find(*_key(benchmark, name, item).values())
 
 
-def _seed(seed: int, item: Any) -> int:
+def _seed(seed: int, item: Item) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {item.digest()}".encode()).digest()[:7], "big")

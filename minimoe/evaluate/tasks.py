@@ -1,8 +1,9 @@
 """The six benchmarks: where their files lie, and what prompts are made of a question.
 
-Two protocols compare log-probabilities, with the prompts of OLMES (Gu et al. 2024), which OLMoE was evaluated with:
-`cloze` scores the text of each choice after the question (WinoGrande: the common end of the sentence after each of its
-two beginnings); `choice` shows all choices and scores their letters.
+Two protocols compare log-probabilities. `cloze` scores the text of each choice after the question (WinoGrande: the
+common end of the sentence after each of its two beginnings); `choice` shows all choices and scores their letters. The
+prompts follow OLMES (Gu et al. 2024), which OLMoE was evaluated with; they are equal to its recorded requests for all
+tasks but MMLU in `cloze`, and for ARC in `choice`.
 """
 
 from __future__ import annotations
