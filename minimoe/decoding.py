@@ -60,7 +60,8 @@ class DecodeStep:
         self._logits_BV = torch.empty(sequences, config.vocab_size, dtype=model.dtype, device=model.device)
         self._longest = 0
         self.routings: list[Routing] = []
-        self._graph = self._capture() if model.device.type == "cuda" else None
+        with torch.cuda.device_of(self._ids_B):
+            self._graph = self._capture() if model.device.type == "cuda" else None
 
     @property
     def capacity(self) -> int:
