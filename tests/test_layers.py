@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "minimoe"
 # The map of DESIGN.md, top to bottom. The profiler and its FLOP ledger are probes and need no engine.
 ROWS = [
     {"__main__", "cli"},
+    {"integrations"},
     {"benchmark", "comparison", "evaluate", "fitting"},
     {"items"},
     {"engine", "chat"},
