@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "minimoe"
 # The map of DESIGN.md, top to bottom. The profiler and its FLOP ledger are probes and need no engine.
 ROWS = [
     {"__main__", "cli"},
-    {"paper"},
+    {"integrations", "paper"},
     {"analysis", "benchmark", "comparison", "evaluate", "fitting", "tuning"},
     {"items"},
     {"engine", "chat"},
