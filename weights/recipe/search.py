@@ -28,7 +28,7 @@ from minimoe.experts import find_backend
 from minimoe.model import Olmoe
 from minimoe.probe import Probe
 
-# What each candidate changes: keys of config.json, or options of train.py.
+# What each candidate changes: keys of config.json, options of train.py, or shares of domains (the others shrink alike).
 CANDIDATES: Mapping[str, Mapping[str, Any]] = {
     "base": {},
     "vocabulary-4096": {"vocab_size": 4096},
@@ -38,9 +38,21 @@ CANDIDATES: Mapping[str, Mapping[str, Any]] = {
     "muon-lr-0.02": {"muon_lr": 0.02},
     "adam-lr-double": {"adam_lr": 0.01, "embed_lr": 0.04},
     "layers-5": {"num_hidden_layers": 5},
-    "experts-of-80": {"intermediate_size": 80},
+    "experts-of-32": {"intermediate_size": 32},
+    "experts-of-96": {"intermediate_size": 96},
+    "width-192": {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 3},
+    "width-320": {"hidden_size": 320, "num_attention_heads": 5, "num_key_value_heads": 5},
+    "code-8-percent": {"shares": {"code": 0.08}},
+    "stories-60-percent": {"shares": {"stories": 0.6}},
 }
 DECAY_PART = 0.4
+
+
+def mixed(fixed: Mapping[str, float]) -> dict[str, float]:
+    """The shares of all domains with some of them given; those of the others keep their proportions."""
+    rest = sum(share for domain, share in SHARES.items() if domain not in fixed)
+    left = sum(SHARES.values()) - sum(fixed.values())
+    return {domain: fixed.get(domain, share * left / rest) for domain, share in SHARES.items()}
 
 
 def train(changes: Mapping[str, Any], options: argparse.Namespace) -> tuple[Run, Tokenizer, dict[str, Any]]:
@@ -48,10 +60,10 @@ def train(changes: Mapping[str, Any], options: argparse.Namespace) -> tuple[Run,
     raw = json.loads((RECIPE / "config.json").read_text())
     raw |= {key: value for key, value in changes.items() if key in raw}
     settings = arguments(["--steps", "1000000", "--warmup", "10", "--parts", "1"])
-    vars(settings).update({key: value for key, value in changes.items() if key not in raw})
+    vars(settings).update({key: value for key, value in changes.items() if key not in raw and key != "shares"})
     tokenizer = Tokenizer.from_file(str(options.work / f"tokenizer-{raw['vocab_size']}.json"))
     streams = training_streams(options.corpus, tokenizer, options.work / "tokens")
-    run = Run(ModelConfig.from_hf(raw), Mixture(streams, SHARES, settings.seed), settings)
+    run = Run(ModelConfig.from_hf(raw), Mixture(streams, mixed(changes.get("shares", {})), settings.seed), settings)
     began = time.process_time()
     while run.steps_done < settings.steps:
         run.step()
