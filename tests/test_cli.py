@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -261,7 +262,9 @@ def test_closed_stdin(cli: Cli, chatty: Path, monkeypatch: pytest.MonkeyPatch, w
 
 
 def test_interrupt_is_quiet() -> None:
-    running = process(["generate", "--prompt-file", "-"], stdin=subprocess.PIPE)
+    # A shell's background job ignores the signal, and so would its children.
+    hear = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    running = process(["generate", "--prompt-file", "-"], stdin=subprocess.PIPE, preexec_fn=hear)
     stat = Path(f"/proc/{running.pid}/wchan")
     for _ in range(200):  # until it waits for its prompt
         time.sleep(0.05)
