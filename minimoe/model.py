@@ -125,11 +125,20 @@ class Olmoe:
             return self.operations.norm(x_TD, self.norm_D, self.config.rms_norm_eps)
 
     def fingerprint(self) -> str:
-        """What tells this checkpoint from others: a hash of all router weights, the same in every dtype and place."""
+        """What tells this checkpoint from others, the same in every dtype and place.
+
+        A hash of all router weights and norms and of some rows of every other kind of matrix: all of them would take
+        as long as reading the model.
+        """
         if self._fingerprint is None:
-            digest = hashlib.sha256()
+            parts = [self.embed_VD[:16], self.head_VD[:16], self.norm_D]
             for layer in self.layers:
-                digest.update(layer.gate_ED.detach().to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
+                parts += [layer.gate_ED, layer.attention_norm_D, layer.moe_norm_D, layer.query_DD[:1], layer.out_DD[:1]]
+                weights = layer.experts.weights
+                parts += [matrices[-1][:1] for matrices in (weights.gate_EID, weights.up_EID, weights.down_EDI)]
+            digest = hashlib.sha256()
+            for part in parts:
+                digest.update(part.detach().to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy().tobytes())
             self._fingerprint = digest.hexdigest()[:16]
         return self._fingerprint
 

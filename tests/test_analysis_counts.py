@@ -150,9 +150,13 @@ def test_every_count_is_that_of_plain_loops(engine: Engine, counted: tuple[str, 
                 expected["adjacent_GFLEE"][g, f, layer, a, b] += 1
             for q, value in enumerate((len(experts), bend, degrees, degrees <= 135)):
                 sums.setdefault((f, layer, q, window), []).append(value)
-        for (f, layer, q, _), values in sums.items():
-            n, x = len(values), sum(values)
-            expected["windows_GFLQM"][g, f, layer, q] += [1, n, x, x * x, n * x, n * n]
+        together: dict[tuple[int, int, int, int], list[float]] = {}
+        for (f, layer, q, window), values in sums.items():
+            for h, n in itertools.product((f, 2), (layer, L)):
+                together.setdefault((h, n, q, window), []).extend(values)
+        for (h, n, q, _), values in together.items():
+            count, x = len(values), sum(values)
+            expected["windows_GHNQM"][g, h, n, q] += [1, count, x, x * x, count * x, count * count]
     for name in set(ARRAYS) - {"spread_GFLS", "angle_GFLA", "other_GFL", "shared_GFL"}:
         if ARRAYS[name][0].startswith("int"):
             np.testing.assert_array_equal(arrays[name], expected[name], err_msg=name)
@@ -167,7 +171,7 @@ def test_every_count_is_that_of_plain_loops(engine: Engine, counted: tuple[str, 
     degrees_A = (np.arange(360) + 0.5) / 2
     binned = (arrays["angle_GFLA"] * degrees_A).sum((0, 1, 3))
     assert binned / arrays["angle_GFLA"].sum((0, 1, 3)) == pytest.approx(
-        arrays["windows_GFLQM"][..., 2, 2].sum((0, 1)) / arrays["windows_GFLQM"][..., 2, 1].sum((0, 1)), abs=0.25
+        arrays["windows_GHNQM"][:, 2, :-1, 2, 2].sum(0) / arrays["windows_GHNQM"][:, 2, :-1, 2, 1].sum(0), abs=0.25
     )
     spreads = [np.std(logits, ddof=1) for seen in look(engine, rule).values() for _, _, logits, _ in seen[0][2].rows]
     mean = (arrays["spread_GFLS"].sum((0, 1, 2)) * bin_spreads()).sum() / arrays["spread_GFLS"].sum()

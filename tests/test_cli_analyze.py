@@ -138,6 +138,8 @@ BAD = {
     "calibration": (["a.txt", "--router", "skip"], "calibrat"),
     "other model": (["a.txt", "--versus-model", "absent/model/x"], "absent/model/x"),
     "out": (["a.txt", "--out", "a.txt"], "needs the name of a folder"),
+    "domain": (["all=a.txt"], "no domain can be called 'all'"),
+    "limit": (["a.txt", "--limit", "99999999999999999999"], "limit"),
 }
 
 
@@ -158,6 +160,47 @@ def test_bad_input_is_one_sentence(
     assert_one_sentence(run)
     assert part in run.err
     assert not (tmp_path / "out" / "analysis.npz").exists()
+
+
+def test_a_window_counts_once_in_what_takes_layers_together(
+    cli: Cli, folder: Path, texts: list[str], tmp_path: Path
+) -> None:
+    words = ["analyze", texts[0], "-m", folder, "-o", tmp_path / "out", "--window", "32", "--no-figures", "--json"]
+    records = {r["layer"]: r for r in cli(*words, "--limit", "1").document["records"] if r["phase"] == "all"}
+    assert all(records[layer]["k_low"] is None for layer in ("all", 0, 1, 2))
+
+
+def test_an_edited_rule_is_counted_anew(cli: Cli, folder: Path, texts: list[str], tmp_path: Path) -> None:
+    rule = tmp_path / "rule.py"
+    words = ["analyze", texts[0], "-m", folder, "-o", tmp_path / "out", "--window", "32", "--no-figures"]
+    for k in (2, 5):
+        rule.write_text(
+            "from minimoe.routers import PrefixRouter\n"
+            f"class R(PrefixRouter):\n    def count(self, p, c):\n        return (p[:, 0] * 0).long() + {k}\n"
+        )
+        run = cli(*words, "-r", f"{rule}:R")
+    assert_one_sentence(run)
+    assert "is another analysis" in run.err
+
+
+@pytest.mark.parametrize("name", ["summary.json", "analysis.npz.part", "analysis.npz"])
+def test_places_that_cannot_be_written_are_found_before_the_work(
+    name: str, cli: Cli, folder: Path, texts: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "out" / name).mkdir(parents=True)
+    assert_one_sentence(cli("analyze", texts[0], "-m", folder, "-o", tmp_path / "out", "--window", "32"))
+
+
+def test_a_damaged_analysis_is_named(cli: Cli, folder: Path, texts: list[str], tmp_path: Path) -> None:
+    words = ["analyze", texts[0], "-m", folder, "-o", tmp_path / "out", "--window", "32", "--no-figures"]
+    cli(*words)
+    path = tmp_path / "out" / "analysis.npz"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 :: 997] = b"\0" * len(content[len(content) // 2 :: 997])
+    path.write_bytes(content)
+    run = cli(*words)
+    assert_one_sentence(run)
+    assert "analysis.npz is no analysis" in run.err
 
 
 def test_other_work_is_kept(cli: Cli, folder: Path, texts: list[str], tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import lzma
 from pathlib import Path
 
 import pytest
-from command_line import Cli
+from command_line import Cli, assert_one_sentence
 
 
 @pytest.mark.parametrize(
@@ -33,3 +34,30 @@ def test_every_whole_number_is_a_seed_of_compare(cli: Cli, folder: Path, tmp_pat
     (tmp_path / "text").write_text("The owl sat in the tree. " * 20)
     words = ("compare", "--text", tmp_path / "text", "-m", folder, "--window", 8, "--limit", 2, "--no-controls")
     assert cli(*words, "--seed", -1).code == 0
+
+
+def test_nothing_that_is_read_is_written_over(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.svg"
+    text.write_text("The owl sat in the tree. " * 20)
+    before = text.read_bytes()
+    for words in (
+        ("compare", "--text", text, "--out", text),
+        ("compare", "--text", text, "--plot", text),
+        ("compare", "--text", text, "--plot", tmp_path / "a.svg", "--out", tmp_path / "a.svg"),
+        ("calibrate", "skip", "--text", text, "--out", text),
+    ):
+        run = cli(*words, "-m", folder, "--window", 8)
+        assert_one_sentence(run)
+        assert "would replace" in run.err
+    assert text.read_bytes() == before
+
+
+def test_a_packed_text_is_read(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.xz"
+    text.write_bytes(lzma.compress(b"The owl sat in the tree. " * 20))
+    words = ("compare", "-m", folder, "--window", 8, "--limit", 2, "--no-controls")
+    assert cli(*words, "--text", text).code == 0
+    text.write_bytes(text.read_bytes()[:40])
+    run = cli(*words, "--text", text)
+    assert_one_sentence(run)
+    assert "no whole xz file" in run.err

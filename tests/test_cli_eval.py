@@ -66,7 +66,7 @@ def test_letters_beside_the_published_parser(cli: Cli, model: Path, data: Path) 
         (["--router", "elbw"], "unknown router 'elbw'"),
         (["--router", " "], "at least one rule"),
         (["--limit", "0"], "at least 1"),
-        (["--out", __file__], "cannot make the folder"),
+        (["--out", __file__], "needs the name of a folder"),
     ],
 )
 def test_what_cannot_work_is_said_before_the_model_is_loaded(cli: Cli, data: Path, words: list[str], says: str) -> None:

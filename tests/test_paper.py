@@ -251,6 +251,6 @@ def test_bad_input_is_one_sentence(
 def test_another_study_is_not_overwritten(engine: Engine, data: Path, tmp_path: Path) -> None:
     measure(engine, data, tmp_path)
     before = (tmp_path / "parts" / "routers.json").read_bytes()
-    with pytest.raises(InputError, match="another"):
+    with pytest.raises(InputError, match="is of another study"):
         measure(engine, data, tmp_path, seed=1)
     assert (tmp_path / "parts" / "routers.json").read_bytes() == before

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from minimoe.errors import InputError
 from minimoe.model import Batch
 from minimoe.probe import Phase
 from minimoe.routers import Router
+from minimoe.routers.spec import files_of
 
 PASS_TOKENS = 4096  # of one pass, as many windows as fit
 SAVE_EVERY = 16  # passes
@@ -101,7 +103,8 @@ def analyze(
         if versus is None
         else {"model": versus.engine.name, "checkpoint": versus.engine.model.fingerprint(), "rule": versus.name},
     }
-    work = json.dumps([{key: value for key, value in about.items() if key != "model"}, source.digest])
+    read = [files_of(name) for name in (rule[0], *([versus.name] if versus else []))]
+    work = json.dumps([{key: value for key, value in about.items() if key != "model"}, source.digest, read])
     about["identity"] = hashlib.sha256(work.encode()).hexdigest()[:16]
     about["arrays"] = {name: meaning for name, (_, meaning) in ARRAYS.items()}
     if Path(path).exists():
@@ -221,11 +224,11 @@ def read_analysis(path: str | Path) -> Analysis:
         with np.load(path, allow_pickle=False) as file:
             about = json.loads(str(file["about"]))
             analysis = Analysis(about, {name: file[name] for name in ARRAYS})
-        if about["format"] != FORMAT:
+        if about["format"] != FORMAT or not isinstance(about["identity"], str):
             raise ValueError
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error):
         raise InputError(f"{path} is no analysis; make one with 'minimoe analyze'.") from None
     return analysis
 
@@ -246,7 +249,7 @@ def _resume(part: Path, arrays: dict[str, Array], identity: str) -> int:
                 return 0
             saved = {name: file[name] for name in ARRAYS}
             done = int(file["done"])
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error):
         return 0
     for name, array in saved.items():
         arrays[name][...] = array

@@ -18,8 +18,9 @@ from minimoe.analysis.estimates import correlation, mean, variance
 from minimoe.analysis.null import NullModel
 from minimoe.analysis.run import Analysis
 from minimoe.analysis.tally import PHASES, QUANTITIES, SUMS, Array, bin_spreads
+from minimoe.analysis.texts import TOGETHER
 
-ALL = "all"  # as domain, phase or layer of a record: taken together
+ALL = TOGETHER  # as domain, phase or layer of a record
 FAVOURITES = 8  # token ids named for each expert
 PAIRS = 8  # pairs of experts named for each layer
 
@@ -62,12 +63,15 @@ def _cells(analysis: Analysis) -> Iterator[tuple[tuple[str, str, int | str], dic
     phase_choices = [(ALL, slice(None)), *((name, slice(f, f + 1)) for f, name in enumerate(PHASES))]
     layers = arrays["load_GFLE"].shape[2]
     layer_choices: list[tuple[int | str, slice]] = [(ALL, slice(None)), *((i, slice(i, i + 1)) for i in range(layers))]
+    windows_GHNQM = analysis.arrays["windows_GHNQM"]
     for domain, g in domain_choices:
         for phase, f in phase_choices:
             if not tokens_GF[g, f].sum():
                 continue
             for layer, i in layer_choices:
-                yield (domain, phase, layer), {name: array[g, f, i].sum((0, 1, 2)) for name, array in arrays.items()}
+                cell = {name: array[g, f, i].sum((0, 1, 2)) for name, array in arrays.items()}
+                h, n = (-1 if phase == ALL else f.start), (-1 if layer == ALL else i.start)
+                yield (domain, phase, layer), cell | {"windows_QM": windows_GHNQM[g, h, n].sum(0)}
 
 
 def _record(cell: tuple[str, str, int | str], arrays: dict[str, Array], null: NullModel) -> dict[str, Any]:
@@ -83,7 +87,7 @@ def _record(cell: tuple[str, str, int | str], arrays: dict[str, Array], null: Nu
     logits; see Balance. The rest: see Shift (none where the rule adds experts to those of top-k) and Saturation.
     """
     domain, phase, layer = cell
-    sums_QM = dict(zip(QUANTITIES, arrays["windows_GFLQM"], strict=True))
+    sums_QM = dict(zip(QUANTITIES, arrays["windows_QM"], strict=True))
     squares = dict(zip(QUANTITIES, arrays["square_GFLQ"], strict=True))
     curves, spread_S = int(arrays["k_GFLJ"].sum()), arrays["spread_GFLS"]
     likely = null.of(spread_S)
@@ -121,7 +125,7 @@ def _record(cell: tuple[str, str, int | str], arrays: dict[str, Array], null: Nu
 
 def _variance(analysis: Analysis) -> dict[str, Any]:
     """Shares of variance between domains and between layers, of k, elbow rank and angle."""
-    sums_GLQM = analysis.arrays["windows_GFLQM"].sum(1)
+    sums_GLQM = analysis.arrays["windows_GHNQM"][:, -1, :-1]
     squares_GLQ = analysis.arrays["square_GFLQ"].sum(1)
     found: dict[str, Any] = {}
     for q, name in enumerate(QUANTITIES[:3]):

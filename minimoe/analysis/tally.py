@@ -2,7 +2,8 @@
 
 The letters after a name's underscore are its dimensions, as everywhere in minimoe; here they also make its shape:
 G domains (one for each text), F phases (prefill, decode), L layers, E experts, V vocabulary, J numbers of experts
-(0 to E), A half degrees (0 to 180), S bins of spread, Q quantities, M sums. T tokens of one pass, K slots, B sequences.
+(0 to E), A half degrees (0 to 180), S bins of spread, Q quantities, M sums, H the phases and then both together, N the
+layers and then all together. T tokens of one pass, K slots, B sequences.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ARRAYS: dict[str, tuple[str, str]] = {
     "angle_GFLA": ("int64", "router curves by the angle of their elbow, in half degrees; level curves have none"),
     "product_GFL": ("float64", "sum of elbow rank x angle in degrees over the curves that have an angle"),
     "square_GFLQ": ("float64", "sum over tokens of the square of each quantity (k, elbow rank, angle, sharp)"),
-    "windows_GFLQM": (
+    "windows_GHNQM": (
         "float64",
         "each quantity (k, elbow rank, angle, sharp: the last three over the curves that have an angle) summed over a "
         "window's n tokens gives x; this holds the number of windows and the sums over windows of n, x, x^2, nx, n^2",
@@ -74,6 +75,8 @@ class Sizes:
             "V": self.vocabulary,
             "A": ANGLE_BINS,
             "S": SPREAD_BINS,
+            "H": len(PHASES) + 1,
+            "N": self.layers + 1,
             "Q": len(QUANTITIES),
             "M": len(SUMS),
         }
@@ -115,10 +118,13 @@ class Tally(Probe):
 
     def end(self) -> None:
         """The windows are over: their sums become part of the arrays."""
-        for phase, sums_LQ2B in self._open.items():
-            x_LQB, n_LQB = sums_LQ2B[:, :, 0].numpy(), sums_LQ2B[:, :, 1].numpy()
-            sums = (np.sign(n_LQB), n_LQB, x_LQB, x_LQB**2, n_LQB * x_LQB, n_LQB**2)
-            self.arrays["windows_GFLQM"][self.domain, phase] += np.stack([part.sum(-1) for part in sums], axis=-1)
+        # A window counts once in what takes phases or layers together: it is one draw, not several.
+        both = {len(PHASES): torch.stack(list(self._open.values())).sum(0)} if self._open else {}
+        for phase, sums_LQ2B in (self._open | both).items():
+            sums_NQ2B = torch.cat([sums_LQ2B, sums_LQ2B.sum(0, keepdim=True)])
+            x_NQB, n_NQB = sums_NQ2B[:, :, 0].numpy(), sums_NQ2B[:, :, 1].numpy()
+            sums = (np.sign(n_NQB), n_NQB, x_NQB, x_NQB**2, n_NQB * x_NQB, n_NQB**2)
+            self.arrays["windows_GHNQM"][self.domain, phase] += np.stack([part.sum(-1) for part in sums], axis=-1)
         self._open = {}
 
     def step(self, phase: Phase, new: Sequence[int], past: Sequence[int]) -> None:

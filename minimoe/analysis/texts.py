@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 from minimoe.errors import InputError
 from minimoe.tokenizer import Tokenizer
 
+TOGETHER = "all"  # what all domains together are called
 PIECE = 1 << 18  # characters read at once
 
 
@@ -45,6 +46,8 @@ def _parse(word: str) -> Text:
     name, equals, rest = word.partition("=")
     path = Path(rest if equals and not Path(word).is_file() else word)
     domain = name if equals and not Path(word).is_file() else path.name.partition(".")[0]
+    if domain == TOGETHER:
+        raise InputError(f"no domain can be called {TOGETHER!r}, which stands for all together; write NAME={path}.")
     if not domain:
         raise InputError(f"{word!r} names no domain; write DOMAIN=FILE.")
     if path.is_dir():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json as json_format
-import os
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -37,7 +35,7 @@ def analyze(
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Only the first N windows of each text.")
+        int | None, typer.Option(metavar="N", min=1, max=2**31, help="Only the first N windows of each text.")
     ] = None,
     new_tokens: Annotated[
         int, typer.Option(metavar="N", min=0, help="Tokens to write after each window: the decode phase.")
@@ -64,7 +62,7 @@ def analyze(
     A run that was cut off goes on where it was when the same command is given again.
     """
     options.check_sampling(seed=seed)
-    folder = make_folder(out)
+    folder = options.make_folder(out, DATA, SUMMARY)
     from minimoe.analysis.run import Versus
     from minimoe.analysis.run import analyze as run
     from minimoe.analysis.summary import summarise
@@ -107,7 +105,8 @@ def analyze(
             seed=seed,
         )
     summary = summarise(analysis, engine.tokenizer.decode)
-    written = [folder / DATA, _write_summary(folder, summary)]
+    options.write_whole(folder / SUMMARY, json_format.dumps(summary, allow_nan=False, indent=1) + "\n")
+    written = [folder / DATA, folder / SUMMARY]
     try:
         if figures:
             from minimoe.analysis.figures import draw
@@ -120,32 +119,6 @@ def analyze(
     else:
         write(tables(summary, adjacent=adjacent))
     tell(f"written to {folder}: {', '.join(path.name for path in written)}")
-
-
-def make_folder(out: str) -> Path:
-    """The output folder, made where it is not there yet.
-
-    Raises:
-        InputError: it cannot be made or written.
-    """
-    folder = Path(out)
-    if not out or (folder.exists() and not folder.is_dir()):
-        raise InputError(f"--out needs the name of a folder, not {out!r}.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out cannot make {out}: {error.strerror or error}.") from None
-    if not os.access(folder, os.W_OK):
-        raise InputError(f"--out cannot write {out}: permission denied.")
-    return folder
-
-
-def _write_summary(folder: Path, summary: dict[str, Any]) -> Path:
-    path = folder / SUMMARY
-    fresh = folder / f"{SUMMARY}.new"
-    fresh.write_text(json_format.dumps(summary, allow_nan=False, indent=1) + "\n", "utf-8")
-    os.replace(fresh, path)
-    return path
 
 
 def tables(summary: dict[str, Any], *, adjacent: bool = False) -> str:

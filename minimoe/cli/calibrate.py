@@ -56,7 +56,7 @@ def calibrate(
     from minimoe.fitting import FITTED, check
 
     if out is not None:
-        options.check_output("--out", out)
+        options.check_output("--out", out, (text,))
     written = read_text(text)
     fitted = rule.strip().replace("-", "_")
     by_key = key is not None or fitted not in FITTED

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json as json_format
+import lzma
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -61,9 +63,12 @@ def compare(
     if (text is None) == (cloze is None):
         raise InputError("give either --text FILE or --cloze FILE.")
     if plot is not None:
-        _check_plot(plot)
+        _check_plot(plot, (text, cloze))
     if out is not None:
-        options.check_output("--out", out)
+        options.check_output("--out", out, (text, cloze, plot))
+    specs = split_specs(["elbow"] if router is None else router)
+    if not specs:
+        raise InputError("name at least one rule, as in --router elbow.")
     written = read_text(text) if text is not None else ""
     from minimoe.cli.own_rule import read_router
     from minimoe.comparison import compare as run
@@ -72,7 +77,7 @@ def compare(
     few = "an interval needs at least two items; give a longer text or a smaller --window."
     if cloze is not None and len(read_cloze(cloze, limit)) < 2:
         raise InputError(few)
-    rules = [(spec, read_router(spec)) for spec in split_specs(router or ["elbow"])]
+    rules = [(spec, read_router(spec)) for spec in specs]
     engine = options.load_engine(model, options.DEFAULT_ROUTER, backend, dtype, device, threads)
     for line in (options.headline(options.describe(engine), "as below"), *engine.notes):
         tell(line)
@@ -100,7 +105,7 @@ def compare(
         _plot(outcomes, plot)
 
 
-def _check_plot(path: str) -> None:
+def _check_plot(path: str, others: Iterable[str | None]) -> None:
     """Refuse a picture that could not be drawn, before there is work to lose.
 
     Raises:
@@ -108,23 +113,26 @@ def _check_plot(path: str) -> None:
     """
     if Path(path).suffix not in (".png", ".svg"):
         raise InputError(f"--plot writes .png or .svg files, not {path!r}.")
-    options.check_output("--plot", path)
+    options.check_output("--plot", path, others)
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("--plot needs matplotlib; pip install 'minimoe[plot]'.")
 
 
 def read_text(path: str) -> str:
-    """A whole text file.
+    """A whole text file, plain or packed with xz.
 
     Raises:
         InputError: it cannot be read, is not UTF-8, or holds nothing.
     """
     try:
-        text = Path(path).read_text("utf-8")
+        with lzma.open(path) if path.endswith(".xz") else open(path, "rb") as file:
+            text = file.read().decode("utf-8")
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}.") from None
     except UnicodeDecodeError:
         raise InputError(f"{path} is not UTF-8 text.") from None
+    except (lzma.LZMAError, EOFError):
+        raise InputError(f"{path} is no whole xz file.") from None
     if not text.strip():
         raise InputError(f"the text is empty: {path} holds nothing but white space.")
     return text

@@ -62,7 +62,8 @@ def eval(
         bool, typer.Option("--published-parser", help="Letters: beside each score, that of the paper's own parser.")
     ] = False,
     limit: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Only the first N items of a task (MMLU: of a subject).")
+        int | None,
+        typer.Option(metavar="N", min=1, max=2**31, help="Only the first N items of a task (MMLU: of a subject)."),
     ] = None,
     out: Annotated[
         str | None,
@@ -85,7 +86,7 @@ def eval(
     specs = split_specs(router or [options.DEFAULT_ROUTER])
     if not specs:
         raise InputError("name at least one rule, as in --router top_k,elbow.")
-    folder = None if out is None else _folder(out)
+    folder = None if out is None else options.make_folder(out, "items.jsonl", "result.json", "table.md")
     from minimoe.evaluate.run import prepare
     from minimoe.evaluate.tasks import find_tasks
 
@@ -128,8 +129,8 @@ def eval(
         tell(f"{tokens:,} tokens in {seconds:.0f} s, {tokens / seconds:,.0f} tokens/s")
     document = _document(engine, found, seed)
     if folder is not None:
-        (folder / "result.json").write_text(json_module.dumps(document, indent=1, allow_nan=False) + "\n", "utf-8")
-        (folder / "table.md").write_text(table(found) + "\n" + notes(found), "utf-8")
+        options.write_whole(folder / "result.json", json_module.dumps(document, indent=1, allow_nan=False) + "\n")
+        options.write_whole(folder / "table.md", table(found) + "\n" + notes(found))
     if json:
         write_json(document)
     else:
@@ -144,19 +145,6 @@ def log_name(spec: str, rule: Router) -> str:
     source = inspect.getsourcefile(type(rule.rule)) if isinstance(rule, OwnRule) else None
     contents = [path.read_bytes() for path in sorted({*paths, *([Path(source)] if source else [])})]
     return f"{spec}#{hashlib.sha256(b''.join(contents)).hexdigest()[:8]}" if contents else spec
-
-
-def _folder(out: str) -> Path:
-    """The folder of --out, made if need be.
-
-    Raises:
-        InputError: it cannot be made.
-    """
-    try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out cannot make the folder {out!r}: {error.strerror or error}.") from None
-    return Path(out)
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:

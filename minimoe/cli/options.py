@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,8 +86,11 @@ def check_sampling(**options: Any) -> dict[str, Any]:
     return options
 
 
-def check_output(option: str, path: str) -> None:
+def check_output(option: str, path: str, others: Iterable[str | None] = ()) -> None:
     """Refuse a file that cannot be written, before there is work to lose.
+
+    Args:
+        others: files that are read or written besides, which it must not replace; None is no file.
 
     Raises:
         InputError: names the option and the reason.
@@ -100,6 +104,42 @@ def check_output(option: str, path: str) -> None:
         raise InputError(f"{option} cannot write {path}: there is no folder {place.parent}.")
     if not os.access(place if place.exists() else place.parent, os.W_OK):
         raise InputError(f"{option} cannot write {path}: permission denied.")
+    for beside in (Path(f"{path}.part"), Path(f"{path}.new")):  # where the work goes until it is done
+        if beside.is_dir():
+            raise InputError(f"{option} cannot write {path}: {beside} is a folder.")
+    for other in others:
+        if other is not None and place.resolve() == Path(other).resolve():
+            raise InputError(f"{option} would replace {other}, which this command needs; name another file.")
+
+
+def make_folder(out: str, *names: str) -> Path:
+    """The folder of --out, made where it is not there yet.
+
+    Args:
+        names: the files that will be written into it.
+
+    Raises:
+        InputError: it cannot be made or written, or one of the files cannot.
+    """
+    folder = Path(out)
+    if not out or (folder.exists() and not folder.is_dir()):
+        raise InputError(f"--out needs the name of a folder, not {out!r}.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out cannot make {out}: {error.strerror or error}.") from None
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"--out cannot write {out}: permission denied.")
+    for name in names:
+        check_output("--out", str(folder / name))
+    return folder
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Written beside and moved over, so that a kill leaves the old file or the new one, never half of one."""
+    fresh = Path(f"{path}.new")
+    fresh.write_text(text, "utf-8")
+    os.replace(fresh, path)
 
 
 def load_engine(

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from minimoe.cli import options
-from minimoe.cli.analyze import make_folder
 from minimoe.cli.terminal import counting, tell, write, write_json
 from minimoe.errors import InputError
 
@@ -35,7 +34,9 @@ def paper(
     off goes on where it was when the same command is given again, and ends with the same report.
     """
     options.check_sampling(seed=seed)
-    folder = make_folder(out)
+    folder = options.make_folder(out, "report.html", "report.md")
+    for part in ("parts", "figures", "data"):
+        options.make_folder(str(folder / part))
     if not Path(data).is_dir():
         raise InputError(f"--data {data} is no folder; it must hold a folder for each benchmark.")
     try:
@@ -68,8 +69,8 @@ TITLE = "Elbow-based MoE Routing, done again"
 def _lead(about: dict[str, object]) -> str:
     quick = " A quick run: few items, wide intervals." if about["quick"] else ""
     return (
-        f"Model {about['model']} (router weights {about['checkpoint']}), {about['dtype']}, {about['backend']} "
-        f"backend on {about['device']}, {about['threads']} threads, seed {about['seed']}.{quick}"
+        f"Model {about['model']} (router weights {about['checkpoint']}), {about['dtype']}, {about['backend']} backend "
+        f"on {about['device']}, seed {about['seed']}.{quick}"
     )
 
 

@@ -303,6 +303,7 @@ def time(found: Part, config: ModelConfig) -> Section:
         "The paper's program gives pruned experts a weight of zero and computes them all the same, so that its −5.3 % "
         "cannot come from skipped work. Here are three arms, and top-k at the same mean k, on the same tokens in turns."
     )
+    section.say(f"{found['latency']['rounds']} rounds, {found['latency']['threads']} CPU threads.")
     base = _latency(found)
     rows = [
         [

@@ -17,6 +17,7 @@ from minimoe.analysis.run import analyze
 from minimoe.analysis.summary import ALL, summarise
 from minimoe.analysis.texts import Source
 from minimoe.engine import Engine
+from minimoe.errors import InputError
 from minimoe.evaluate.letters import NEW_TOKENS, LetterPrompt, Letters
 from minimoe.evaluate.log import Log
 from minimoe.evaluate.results import results
@@ -67,12 +68,14 @@ class Study:
         self.about: Part = {
             "model": engine.name,
             **settings(engine, seed),
-            "threads": torch.get_num_threads(),
             "quick": quick,
             "items": {benchmark.task.name: len(benchmark.items) for benchmark in self.letters},
         }
         known = [{k: v for k, v in self.about.items() if k != "model"}, items]
         self.identity = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+        for path in sorted(self.parts.glob("*.json")):
+            if _read(path, self.identity) is None:
+                raise InputError(f"{path} is of another study; name another --out, or remove that folder.")
 
     def _prepare(self, name: str, data: Path, *, letters: bool) -> Benchmark:
         limit = (QUICK_PER_SUBJECT if name == "mmlu" else QUICK_ITEMS) if self.quick else None
@@ -165,7 +168,8 @@ class Study:
             "top-k at elbow's mean k": MixedK(k=mean_k(found)),
         }
         rounds = QUICK_ROUNDS if self.quick else ROUNDS
-        return {"rounds": rounds, "records": block_latency(self.engine, arms, rounds, self.seed)}
+        records = block_latency(self.engine, arms, rounds, self.seed)
+        return {"rounds": rounds, "threads": torch.get_num_threads(), "records": records}
 
     def _rules(self, found: Part) -> list[tuple[list[Benchmark], dict[str, Router]]]:
         """Which rules run on which benchmarks."""
