@@ -3,8 +3,8 @@
     python -m bench.analysis                        # the text part on the embedded model
 
 The curves are those of OLMoE's shape (16 layers, 64 experts, its vocabulary), Gaussian logits in bfloat16 under the
-elbow rule. The text is the project's own documentation, four times over; analysis and plain forward passes over the same
-windows take turns, and the analysis includes reading, tokenising, the rule, counting and writing.
+elbow rule. The text is the project's own documentation, four times over; analysis and plain forward passes over the
+same windows take turns, and the analysis includes reading, tokenising, the rule, counting and writing.
 """
 
 from __future__ import annotations
