@@ -11,8 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,8 @@ from minimoe.probe import Probe
 from minimoe.routers import rank
 from minimoe.routers.top_k import TopK
 from minimoe.routing import Routing
+from minimoe.snapshot import read_snapshot, write_snapshot
+from minimoe.whole_file import write_whole
 
 BINS = 10_000  # from LEAST to 1 on a logarithmic scale, so that what is fitted is exact to 0.3 %
 LEAST = 1e-12
@@ -158,13 +158,13 @@ def calibrate(
     work = [[*item.contexts[0], *item.continuations[0]] for item in items]
     identity = hashlib.sha256(json.dumps([engine.model.fingerprint(), work]).encode()).hexdigest()[:16]
     part = Path(f"{path}.part")
-    done = _resume(part, counts, identity)
+    done = read_snapshot(part, counts.arrays, identity)
     with torch.inference_mode():
         for index in range(done, len(work)):
             ids_T = torch.tensor(work[index], device=engine.model.device)
             engine.model.forward(Batch(ids_T, [len(ids_T)]), TopK(), counts)
             if (index + 1) % SAVE_EVERY == 0:
-                _save(part, counts, identity, index + 1)
+                write_snapshot(part, counts.arrays, identity, index + 1)
             ran()
     arrays = counts.arrays
     values: list[Any] = (
@@ -183,29 +183,6 @@ def calibrate(
         "mean_k": None if rule == "skip" else wanted,
         "values": values,
     }
-    fresh = Path(f"{path}.new")
-    fresh.write_text(json.dumps(document) + "\n", "utf-8")
-    os.replace(fresh, path)
+    write_whole(path, json.dumps(document) + "\n")
     part.unlink(missing_ok=True)
     return document
-
-
-def _save(part: Path, counts: Counts, identity: str, done: int) -> None:
-    """Written beside and moved over, so that a kill leaves the old state or the new one, never half of one."""
-    fresh = Path(f"{part}.new")
-    with open(fresh, "wb") as file:
-        state: dict[str, Any] = {"identity": np.array(identity), "done": np.int64(done), **counts.arrays}
-        np.savez(file, **state)
-    os.replace(fresh, part)
-
-
-def _resume(part: Path, counts: Counts, identity: str) -> int:
-    """How many windows were counted before; 0 where there is no state of this very work."""
-    try:
-        with np.load(part, allow_pickle=False) as file:
-            if str(file["identity"]) != identity:
-                return 0
-            counts.arrays = {name: file[name] for name in counts.arrays}
-            return int(file["done"])
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        return 0

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from minimoe.whole_file import write_whole
+
 
 class Journal:
     """Does pieces of work in a fixed order, or takes their results from the file.
@@ -27,10 +29,7 @@ class Journal:
             return
         lines = _read(path)
         self._kept = lines[1:] if lines[:1] == [identity] else []
-        # Written again whole, without half a line, and moved over: a kill in here leaves the old file.
-        fresh = Path(f"{path}.new")
-        fresh.write_text("".join(_line(value) for value in (identity, *self._kept)), "utf-8")
-        fresh.replace(path)
+        write_whole(path, "".join(_line(value) for value in (identity, *self._kept)))  # without half a line
         self._file = path.open("a", encoding="utf-8")
 
     def once(self, work: Callable[[], Any]) -> Any:

@@ -9,8 +9,9 @@ Shape letters: T tokens, D hidden, V vocabulary, R rows whose logits are wanted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from minimoe.probe import Phase, Probe, Probes
 from minimoe.routers import Router
 from minimoe.routing import Routing
 from minimoe.scoring import Score, score
+
+T = TypeVar("T")
 
 HEAD_ROWS = 256  # rows of logits in memory at once; they are as wide as the vocabulary
 
@@ -42,6 +45,20 @@ class Group:
     scores: list[Score]
     tokens: int
     pairs: int
+
+
+def chunks(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Items in their order, as many at a time as together have at most `limit`; one that is larger goes alone."""
+    part: list[T] = []
+    used = 0
+    for item in items:
+        if part and used + size(item) > limit:
+            yield part
+            part, used = [], 0
+        part.append(item)
+        used += size(item)
+    if part:
+        yield part
 
 
 def trunk(branches: Sequence[Branch]) -> int:

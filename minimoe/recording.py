@@ -5,7 +5,6 @@ Shape letters: L layers, T tokens, K slots.
 
 from __future__ import annotations
 
-import os
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from minimoe.errors import InputError
 from minimoe.routing import Routing
+from minimoe.whole_file import replacing
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,7 @@ def write_recording(path: str | Path, ids: Sequence[int], layers: Sequence[Routi
         raise InputError(f"a recording needs a routing of all {len(ids)} tokens for every layer.")
     tokens = len(ids)
     whole = Routing.cat(layers)  # one width for all layers
-    # Written beside and moved over, so that an older recording is never half replaced.
-    fresh = Path(f"{path}.new")
-    with open(fresh, "wb") as file:  # given a name, numpy would add .npz to it
+    with replacing(path) as fresh, open(fresh, "wb") as file:  # given a name, numpy would add .npz to it
         np.savez_compressed(
             file,
             ids=np.asarray(ids, dtype=np.int64),
@@ -54,7 +52,6 @@ def write_recording(path: str | Path, ids: Sequence[int], layers: Sequence[Routi
             weights=whole.weights_TK.reshape(len(layers), tokens, -1).numpy(),
             k=whole.k_T.reshape(len(layers), tokens).numpy(),
         )
-    os.replace(fresh, path)
 
 
 def read_recording(path: str | Path) -> Recording:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +28,7 @@ from minimoe.routers import Router, RouterContext
 from minimoe.routers.spec import files_of, find_rule, parameters, parse_router, with_key
 from minimoe.routers.top_k import TopK
 from minimoe.routing import Routing
+from minimoe.whole_file import write_whole
 
 ROUNDS = 8  # at most
 CLOSE = 1e-3  # of the wanted mean k
@@ -182,9 +182,7 @@ def tune(
         "tokens": sum(map(len, work)),
     }
     if path is not None:
-        fresh = Path(f"{path}.new")
-        fresh.write_text(json.dumps(document) + "\n", "utf-8")
-        os.replace(fresh, path)
+        write_whole(path, json.dumps(document) + "\n")
     if part is not None:
         part.unlink()
     return document

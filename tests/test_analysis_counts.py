@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import lzma
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -14,25 +13,21 @@ import numpy as np
 import pytest
 import torch
 from fixtures import SENTENCES
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 import minimoe
 from minimoe.analysis import run as run_module
-from minimoe.analysis import texts as texts_module
 from minimoe.analysis.run import Analysis, Versus, read_analysis
 from minimoe.analysis.tally import ARRAYS, bin_spreads
-from minimoe.analysis.texts import Text, parse_texts, text_source, windows
+from minimoe.analysis.texts import Text, text_source
 from minimoe.cache import KVCache
-from minimoe.curve import elbow
 from minimoe.engine import Engine
 from minimoe.errors import InputError
 from minimoe.model import Batch
 from minimoe.probe import Phase, Probe
-from minimoe.routers import rank
 from minimoe.routers.spec import parse_router
 from minimoe.routing import Routing
+from minimoe.snapshot import write_snapshot
 
 WINDOW, NEW = 24, 3
 TEXTS = {"tales": " ".join(SENTENCES[:3]), "talk": " ".join(SENTENCES[3:])}
@@ -275,7 +270,7 @@ def test_a_state_of_other_work_or_a_broken_one_is_not_used(engine: Engine, texts
     rule = ("elbow", parse_router("elbow"))
     expected = analyze(engine, rule, texts, tmp_path / "a.npz", window=WINDOW)
     for name, make in {
-        "b": lambda part: run_module._write(part, expected.arrays, {**expected.about, "identity": "x"}, 1, np.savez),
+        "b": lambda part: write_snapshot(part, expected.arrays, "x", 1),
         "c": lambda part: part.write_bytes(b"PK\x03\x04 broken"),
     }.items():
         make(tmp_path / f"{name}.npz.part")
@@ -298,105 +293,3 @@ def test_finished_work_is_read_and_other_work_not_overwritten(
     path.write_bytes(before[: len(before) // 2])
     with pytest.raises(InputError, match="is no analysis"):
         analyze(engine, rule, texts, path, window=WINDOW)
-
-
-# Texts
-
-
-@given(
-    st.lists(st.sampled_from(["a fox ", "river\n", "é한🙂", "\n\n", "x" * 9, "the sea is blue. "]), min_size=1),
-    st.integers(1, 9),
-    st.integers(3, 40),
-)
-def test_windows_are_the_whole_text_in_order(
-    tmp_path_factory: pytest.TempPathFactory, engine: Engine, words: list[str], length: int, piece: int
-) -> None:
-    text = "".join(words)
-    path = tmp_path_factory.mktemp("t") / "t.txt.xz"
-    path.write_bytes(lzma.compress(text.encode()))
-    before = texts_module.PIECE
-    texts_module.PIECE = piece
-    read: list[int] = []
-    try:
-        if not text.strip():
-            with pytest.raises(InputError, match="white space"):
-                list(windows(Text("t", path), engine.tokenizer, length))
-            return
-        found = list(windows(Text("t", path), engine.tokenizer, length, read.append))
-    finally:
-        texts_module.PIECE = before
-    assert all(len(window) == length for window in found[:-1])
-    assert 1 <= len(found[-1]) <= length
-    # A cut may make two tokens of one, but never changes the text.
-    assert engine.tokenizer.decode([i for window in found for i in window]) == text
-    assert sum(read) == path.stat().st_size
-
-
-def test_short_texts_are_tokenised_whole(engine: Engine, texts: list[Text]) -> None:
-    ids = engine.tokenizer.encode(TEXTS["tales"])
-    assert [i for window in windows(texts[0], engine.tokenizer, 7) for i in window] == ids
-
-
-def test_names_of_domains(tmp_path: Path) -> None:
-    for name in ("a.txt", "b.tar.xz", "c=d.txt"):
-        (tmp_path / name).write_text("x")
-    words = [f"{tmp_path}/a.txt", f"{tmp_path}/b.tar.xz", f"other={tmp_path}/a.txt", f"{tmp_path}/c=d.txt"]
-    assert [text.domain for text in parse_texts(words)] == ["a", "b", "other", "c=d"]
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ([], "no text to analyse"),
-        (["{}/absent.txt"], "absent.txt cannot be read: No such file"),
-        (["{}/empty.txt"], "empty.txt is empty"),
-        (["{}"], "is a folder"),
-        (["={}/a.txt"], "names no domain"),
-        (["{}/a.txt", "a={}/a.txt"], "two texts are called a"),
-    ],
-)
-def test_texts_that_cannot_be_taken(words: list[str], sentence: str, tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(InputError, match=sentence):
-        parse_texts([word.format(tmp_path) for word in words])
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "sentence"),
-    [
-        ("a.txt", b"\xff\xfe\x00", "not UTF-8"),
-        ("a.txt", b" \n\t ", "nothing but white space"),
-        ("a.xz", b"plain", "no whole xz"),
-        ("a.xz", lzma.compress(b"a fox " * 100)[:40], "no whole xz"),
-    ],
-)
-def test_texts_that_cannot_be_read(name: str, content: bytes, sentence: str, engine: Engine, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError, match=sentence):
-        list(windows(Text("a", tmp_path / name), engine.tokenizer, 4))
-
-
-# Elbows
-
-
-def test_angles_are_those_of_plane_geometry() -> None:
-    sorted_TE, _ = rank(torch.randn(200, 64, generator=torch.Generator().manual_seed(0)) * 1.5)
-    ranks, angles = elbow(sorted_TE)
-    for p, found, angle in zip(sorted_TE.double().tolist(), ranks.tolist(), angles.tolist(), strict=True):
-        y = [(p[0] - value) / (p[0] - p[-1]) for value in p]
-        bend = max(range(64), key=lambda i: y[i] - i / 63)
-        assert found == bend
-        sides = math.dist((bend / 63, y[bend]), (0, 0)), math.dist((bend / 63, y[bend]), (1, 1))
-        cosine = (sides[0] ** 2 + sides[1] ** 2 - 2) / (2 * sides[0] * sides[1])  # the law of cosines
-        assert angle == pytest.approx(math.degrees(math.acos(cosine)), abs=1e-4)
-
-
-def test_one_leading_expert_has_a_nearly_right_angle_and_level_or_lone_rows_none() -> None:
-    ranks, angles = elbow(torch.tensor([[1.0, 0, 0, 0, 0], [0.2, 0.2, 0.2, 0.2, 0.2]]))
-    # The elbow (1/4, 1): down-left to the origin, right to (1, 1).
-    assert ranks.tolist() == [1, 0]
-    assert angles[0] == pytest.approx(180 - math.degrees(math.atan2(1, 0.25)))
-    assert angles[1].isnan()
-    for experts in (1, 2):
-        assert elbow(torch.tensor([[1.0, 0.0][:experts]]))[1].isnan().all()

@@ -22,6 +22,7 @@ from minimoe.items import Item, text_items
 from minimoe.probe import Probe
 from minimoe.routers.spec import parse_router
 from minimoe.routing import Routing
+from minimoe.snapshot import write_snapshot
 
 TEXT = " ".join(SENTENCES)
 
@@ -125,7 +126,7 @@ def test_a_state_of_other_work_or_a_broken_one_is_not_used(engine: Engine, items
     expected = fitting.calibrate(engine, "skip", items, path)
     counts = fitting.Counts(3, 64, 8)
     counts.arrays["ratio_LB"] += 1
-    fitting._save(part, counts, "other work", 2)
+    write_snapshot(part, counts.arrays, "other work", 2)
     assert fitting.calibrate(engine, "skip", items, path) == expected
     part.write_bytes(b"PK\x03\x04 broken")
     assert fitting.calibrate(engine, "skip", items, path) == expected

@@ -23,9 +23,10 @@ from minimoe.engine import Engine
 from minimoe.errors import InputError
 from minimoe.evaluate.letters import LetterPrompt, read, read_as_published
 from minimoe.evaluate.log import Log
-from minimoe.evaluate.results import choose, mean_interval, results, wilson
+from minimoe.evaluate.results import choose, results
 from minimoe.evaluate.run import Benchmark, decides_alone, evaluate, left, prepare, settings
 from minimoe.evaluate.tasks import TASKS, RequestSet
+from minimoe.intervals import mean_interval, wilson
 from minimoe.routers import Router
 from minimoe.routers.spec import parse_router
 

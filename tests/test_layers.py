@@ -25,9 +25,9 @@ ROWS = [
     {"operations"},
     {"linear", "cache"},
     {"native"},
-    {"recording", "journal"},
+    {"recording", "journal", "snapshot"},
     {"routing", "probe", "config", "calibration", "curve"},
-    {"errors", "tables"},
+    {"errors", "intervals", "tables", "whole_file"},
 ]
 ROW = {name: row for row, names in enumerate(ROWS) for name in names}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 import minimoe
 from minimoe.engine import Engine
 from minimoe.errors import NumericalError
-from minimoe.packing import Branch, Group, room, score_alone, score_together, trunk
+from minimoe.packing import Branch, Group, chunks, room, score_alone, score_together, trunk
 from minimoe.probe import Probe, RoutingRecorder
 from minimoe.routers.spec import parse_router
 from minimoe.scoring import score
@@ -132,3 +133,11 @@ def test_logits_that_are_not_finite_are_an_error(engine: Engine, monkeypatch: py
     monkeypatch.setattr(engine.model, "head", lambda hidden, probe=None: torch.full((len(hidden), 9), torch.nan))
     with pytest.raises(NumericalError, match="not finite"):
         score_together(engine.model, engine.router, [[([1], [2])]])
+
+
+@given(st.lists(st.integers(0, 9)), st.integers(1, 20))
+def test_chunks_keep_the_order_and_the_limit_and_are_as_few_as_that_allows(sizes: list[int], limit: int) -> None:
+    found = list(chunks(sizes, lambda size: size, limit))
+    assert [size for part in found for size in part] == sizes
+    assert all(part and (sum(part) <= limit or len(part) == 1) for part in found)
+    assert all(sum(part) + after[0] > limit for part, after in itertools.pairwise(found))

@@ -10,9 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from scipy.stats import binomtest
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "weights" / "recipe"))
@@ -72,13 +69,6 @@ def test_a_line_follows_its_line_break_and_a_sentence_its_space() -> None:
 
 
 # Scores
-
-
-@given(st.integers(1, 400), st.data())
-def test_the_interval_is_that_of_scipy(trials: int, data: st.DataObject) -> None:
-    right = data.draw(st.integers(0, trials))
-    expected = binomtest(right, trials).proportion_ci(method="wilson")
-    assert accuracy.wilson(right, trials) == pytest.approx((expected.low, expected.high), abs=1e-6)
 
 
 @pytest.mark.parametrize("rule", ["top_k", "elbow"])

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 
 from minimoe.analysis.tally import SUMS, Array
-
-Z = NormalDist().inv_cdf(0.975)
+from minimoe.intervals import Z
 
 
 @dataclass(frozen=True, slots=True)

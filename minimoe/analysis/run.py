@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,12 @@ from minimoe.cache import KVCache
 from minimoe.engine import Engine
 from minimoe.errors import InputError
 from minimoe.model import Batch
+from minimoe.packing import chunks
 from minimoe.probe import Phase
 from minimoe.routers import Router
 from minimoe.routers.spec import files_of
+from minimoe.snapshot import BROKEN, read_snapshot, write_snapshot
+from minimoe.whole_file import replacing
 
 PASS_TOKENS = 4096  # of one pass, as many windows as fit
 SAVE_EVERY = 16  # passes
@@ -114,7 +116,7 @@ def analyze(
         return done
     arrays = empty_arrays(Sizes(len(source.domains), config.num_layers, config.num_experts, config.vocab_size))
     part = Path(f"{path}.part")
-    passed = _resume(part, arrays, about["identity"])
+    passed = read_snapshot(part, arrays, about["identity"])
     tally = Tally(arrays, config.top_k)
     with torch.inference_mode():
         for index, (domain, group) in enumerate(_groups(source.sequences())):
@@ -129,24 +131,20 @@ def analyze(
                 _walk(versus.engine, versus.router, group, new_tokens, overlap, seed + index, written)
             tally.end()
             if (index + 1) % SAVE_EVERY == 0:
-                _write(part, arrays, about, index + 1, np.savez)
+                write_snapshot(part, arrays, about["identity"], index + 1)
     analysis = Analysis(about, arrays)
-    _write(Path(path), arrays, about, 0, np.savez_compressed)
+    with replacing(path) as fresh, open(fresh, "wb") as file:
+        content: dict[str, Any] = {"about": np.array(json.dumps(about)), **arrays}
+        np.savez_compressed(file, **content)
     part.unlink(missing_ok=True)
     return analysis
 
 
 def _groups(sequences: Iterable[tuple[int, list[int]]]) -> Iterator[tuple[int, list[list[int]]]]:
     """Domains and the sequences that run side by side."""
-    domain, group = 0, list[list[int]]()
-    for place, ids in sequences:
-        if group and (place != domain or sum(map(len, group)) + len(ids) > PASS_TOKENS):
+    for domain, pairs in groupby(sequences, key=itemgetter(0)):
+        for group in chunks((ids for _, ids in pairs), len, PASS_TOKENS):
             yield domain, group
-            group = []
-        domain = place
-        group.append(ids)
-    if group:
-        yield domain, group
 
 
 def _check_fits(engine: Engine, group: Sequence[Sequence[int]], new_tokens: int) -> None:
@@ -228,29 +226,6 @@ def read_analysis(path: str | Path) -> Analysis:
             raise ValueError
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error):
+    except BROKEN:
         raise InputError(f"{path} is no analysis; make one with 'minimoe analyze'.") from None
     return analysis
-
-
-def _write(path: Path, arrays: dict[str, Array], about: dict[str, Any], done: int, save: Any) -> None:
-    """Written beside and moved over, so that a kill leaves the old file or the new one, never half of one."""
-    fresh = Path(f"{path}.new")
-    with open(fresh, "wb") as file:
-        save(file, about=np.array(json.dumps(about)), done=np.int64(done), **arrays)
-    os.replace(fresh, path)
-
-
-def _resume(part: Path, arrays: dict[str, Array], identity: str) -> int:
-    """How many groups were counted before, their counts put into `arrays`; 0 where there is no state of this work."""
-    try:
-        with np.load(part, allow_pickle=False) as file:
-            if json.loads(str(file["about"]))["identity"] != identity:
-                return 0
-            saved = {name: file[name] for name in ARRAYS}
-            done = int(file["done"])
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error):
-        return 0
-    for name, array in saved.items():
-        arrays[name][...] = array
-    return done

@@ -11,6 +11,7 @@ from minimoe.cli import options
 from minimoe.cli.terminal import reading, tell, write, write_json
 from minimoe.errors import InputError
 from minimoe.tables import markdown
+from minimoe.whole_file import write_whole
 
 DATA, SUMMARY = "analysis.npz", "summary.json"
 WINDOW = 512
@@ -105,7 +106,7 @@ def analyze(
             seed=seed,
         )
     summary = summarise(analysis, engine.tokenizer.decode)
-    options.write_whole(folder / SUMMARY, json_format.dumps(summary, allow_nan=False, indent=1) + "\n")
+    write_whole(folder / SUMMARY, json_format.dumps(summary, allow_nan=False, indent=1) + "\n")
     written = [folder / DATA, folder / SUMMARY]
     try:
         if figures:

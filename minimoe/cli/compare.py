@@ -18,6 +18,7 @@ from minimoe.cli.pictures import scatter
 from minimoe.cli.terminal import tell, working, write, write_json
 from minimoe.errors import InputError
 from minimoe.tables import markdown
+from minimoe.whole_file import write_whole
 
 if TYPE_CHECKING:
     from minimoe.comparison import Outcome
@@ -89,9 +90,7 @@ def compare(
         outcomes = run(engine, rules, items, controls=controls, seed=seed, part=part, ran=ran)
     document = _document(engine, outcomes, items, str(cloze or text), seed)
     if out is not None and part is not None:
-        fresh = Path(f"{out}.new")
-        fresh.write_text(json_format.dumps(document, allow_nan=False) + "\n", "utf-8")
-        fresh.replace(out)
+        write_whole(out, json_format.dumps(document, allow_nan=False) + "\n")
         part.unlink()
     if json:
         write_json(document)

@@ -18,6 +18,7 @@ from minimoe.cli.bench import split_specs
 from minimoe.cli.terminal import tell, working, write, write_json
 from minimoe.errors import InputError
 from minimoe.tables import markdown
+from minimoe.whole_file import write_whole
 
 if TYPE_CHECKING:
     from minimoe.engine import Engine
@@ -129,8 +130,8 @@ def eval(
         tell(f"{tokens:,} tokens in {seconds:.0f} s, {tokens / seconds:,.0f} tokens/s")
     document = _document(engine, found, seed)
     if folder is not None:
-        options.write_whole(folder / "result.json", json_module.dumps(document, indent=1, allow_nan=False) + "\n")
-        options.write_whole(folder / "table.md", table(found) + "\n" + notes(found))
+        write_whole(folder / "result.json", json_module.dumps(document, indent=1, allow_nan=False) + "\n")
+        write_whole(folder / "table.md", table(found) + "\n" + notes(found))
     if json:
         write_json(document)
     else:

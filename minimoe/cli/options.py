@@ -135,13 +135,6 @@ def make_folder(out: str, *names: str) -> Path:
     return folder
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Written beside and moved over, so that a kill leaves the old file or the new one, never half of one."""
-    fresh = Path(f"{path}.new")
-    fresh.write_text(text, "utf-8")
-    os.replace(fresh, path)
-
-
 def load_engine(
     model: str, router: str, backend: str | None, dtype: str | None, device: str, threads: int | None
 ) -> Engine:

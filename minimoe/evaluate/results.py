@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any
 
 from minimoe.evaluate.letters import LetterPrompt, read, read_as_published
 from minimoe.evaluate.log import Log, Record
 from minimoe.evaluate.run import Benchmark
 from minimoe.evaluate.tasks import Normaliser, RequestSet
-
-Z = NormalDist().inv_cdf(0.975)
+from minimoe.intervals import Z, mean_interval, wilson
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +52,6 @@ def published_letter(item: LetterPrompt, record: Record) -> Answer:
     """The same by the paper's parser, with its faults."""
     found = None if "invalid" in record else read_as_published(item, record["output"])
     return Answer(correct=found == item.labels[item.gold], invalid=found is None)
-
-
-def wilson(correct: int, count: int) -> list[float]:
-    """The 95 % score interval of a share. Source: Wilson 1927."""
-    share, z2 = correct / count, Z * Z
-    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
-    half = Z / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count * count))
-    return [max(0.0, middle - half), min(1.0, middle + half)]
-
-
-def mean_interval(values: Sequence[float]) -> list[float]:
-    """The 95 % interval of a mean, from the normal distribution and the sample's standard deviation."""
-    count = len(values)
-    mean = sum(values) / count
-    if count < 2:
-        return [mean, mean]
-    half = Z * math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1) / count)
-    return [mean - half, mean + half]
 
 
 def results(

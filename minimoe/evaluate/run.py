@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -18,6 +18,7 @@ from minimoe.evaluate.likelihood import Likelihood
 from minimoe.evaluate.log import Log
 from minimoe.evaluate.tasks import Normaliser, RequestSet, Split, Task, build, read_questions, read_shots
 from minimoe.model import Batch
+from minimoe.packing import chunks
 from minimoe.routers import Router
 
 Kind = Literal["cloze", "choice", "letters"]
@@ -145,7 +146,8 @@ def evaluate(
     for benchmark in benchmarks:
         method: Method = Letters(engine) if benchmark.protocol == "letters" else Likelihood(engine)
         todo = [item for item in benchmark.items if any(_find(log, benchmark, name, item) is None for name in rules)]
-        for part in _chunks(method, todo, chunk):
+        ready = ((item, method.fit(item)) for item in todo)
+        for part in chunks(ready, lambda pair: 0 if pair[1] is None else pair[1].room, chunk):
             for name, rule in rules.items():
                 lacking = [(item, fitted) for item, fitted in part if _find(log, benchmark, name, item) is None]
                 for some in filter(None, [lacking] if single[name] else [[one] for one in lacking]):
@@ -176,22 +178,6 @@ def _score(
         {**_key(benchmark, name, item), **scored.get(id(item), {"invalid": "too long for the model"})}
         for item, _ in part
     ]
-
-
-def _chunks(method: Method, items: Sequence[Item], limit: int) -> Iterator[list[tuple[Item, Any]]]:
-    """Items with their token ids, as many at a time as have room."""
-    part: list[tuple[Item, Any]] = []
-    used = 0
-    for item in items:
-        fitted = method.fit(item)
-        room = 0 if fitted is None else fitted.room
-        if part and used + room > limit:
-            yield part
-            part, used = [], 0
-        part.append((item, fitted))
-        used += room
-    if part:
-        yield part
 
 
 def decides_alone(engine: Engine, rule: Router) -> bool:

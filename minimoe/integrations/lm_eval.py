@@ -8,7 +8,7 @@ tasks, with its own prompts and metrics, over the files that `minimoe eval` read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from minimoe.errors import InputError
 from minimoe.evaluate.questions import Question
 from minimoe.evaluate.run import CHUNK, decides_alone
 from minimoe.evaluate.tasks import Task, find_tasks, read_questions, read_shots
-from minimoe.packing import Branch, room, score_alone, score_together
+from minimoe.packing import Branch, chunks, room, score_alone, score_together
 
 try:
     import datasets
@@ -107,7 +107,8 @@ class MinimoeLM(TemplateLM):
         groups = [list(group) for _, group in groupby(branches, key=lambda branch: branch[0])]
         engine, router = self.engine, self.engine.router
         if decides_alone(engine, router):
-            found = [group for part in _chunks(groups) for group in score_together(engine.model, router, part)]
+            parts = chunks(groups, room, CHUNK)
+            found = [group for part in parts for group in score_together(engine.model, router, part)]
         else:
             found = [score_alone(engine.model, router, group, None, self.seed) for group in groups]
         return [(score.logprob, score.greedy) for group in found for score in group.scores]
@@ -116,17 +117,6 @@ class MinimoeLM(TemplateLM):
         """The end of what is too long, as the harness cuts it: one token more than is fed, for the last is not."""
         ids = ids[-self.max_length :]
         return context[-(self.max_length + 1 - len(ids)) :], ids
-
-
-def _chunks(groups: Sequence[list[Branch]]) -> Iterator[list[list[Branch]]]:
-    part: list[list[Branch]] = []
-    for group in groups:
-        if part and sum(map(room, part)) + room(group) > CHUNK:
-            yield part
-            part = []
-        part.append(group)
-    if part:
-        yield part
 
 
 def _as_list(value: Any) -> list[str]:

@@ -15,7 +15,7 @@ MUTED = "0.45"
 
 def bars(values: Mapping[str, Sequence[float]], names: Sequence[str], up: str, errors: Any = None) -> Figure:
     """Groups of bars side by side: `values` by series, one value for each of `names`; errors likewise, or None."""
-    figure, axes = _figure(9, 3.6)
+    figure, axes = _one(9, 3.6)
     width = 0.8 / len(values)
     for place, (series, heights) in enumerate(values.items()):
         xs = [index + (place - (len(values) - 1) / 2) * width for index in range(len(names))]
@@ -37,7 +37,7 @@ def bars(values: Mapping[str, Sequence[float]], names: Sequence[str], up: str, e
 
 def lines(values: Mapping[str, Sequence[float]], across: str, up: str) -> Figure:
     """A line for each series over layers, named at its right end."""
-    figure, axes = _figure(9, 3.8)
+    figure, axes = _one(9, 3.8)
     ends = sorted(((ys[-1], name) for name, ys in values.items()), key=lambda end: end[0])
     lowest, highest = min(min(ys) for ys in values.values()), max(max(ys) for ys in values.values())
     gap = (highest - lowest or 1) * 0.06
@@ -58,7 +58,7 @@ def lines(values: Mapping[str, Sequence[float]], across: str, up: str) -> Figure
 def curves(layers: Sequence[Sequence[Sequence[float]]], ranks: Sequence[Sequence[int]], top_k: int) -> Figure:
     """The first curves of a few layers, normalised as the rule does it, each with its elbow."""
     shown = sorted({0, len(layers) // 3, 2 * len(layers) // 3, len(layers) - 1})
-    figure, _ = _figure(3 * len(shown), 3.2, empty=True)
+    figure = _figure(3 * len(shown), 3.2)
     panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
     for axes, layer in zip(panels, shown, strict=True):
         for curve, rank in list(zip(layers[layer], ranks[layer], strict=True))[:6]:
@@ -76,37 +76,19 @@ def curves(layers: Sequence[Sequence[Sequence[float]]], ranks: Sequence[Sequence
 
 def scatter(points: Sequence[tuple[float, float]], across: str, up: str) -> Figure:
     """Points, many on one place drawn darker."""
-    figure, axes = _figure(6, 4)
+    figure, axes = _one(6, 4)
     axes.scatter([x for x, _ in points], [y for _, y in points], s=8, alpha=0.25, linewidths=0, color=COLOURS[0])
     axes.set_xlabel(across)
     axes.set_ylabel(up)
     return figure
 
 
-def bounds(measured: Sequence[float], most: Sequence[float], up: str) -> Figure:
-    """What was measured in each layer, and the most that is possible."""
-    figure, axes = _figure(9, 3.6)
-    places = range(len(measured))
-    axes.bar(places, measured, width=0.6, color=COLOURS[0])
-    axes.scatter(places, most, marker="_", s=300, color=COLOURS[1])
-    axes.annotate(
-        "bound",
-        (0, most[0]),
-        xytext=(0, 5),
-        textcoords="offset points",
-        color=COLOURS[1],
-        ha="center",
-        fontsize=9,
-    )
-    axes.margins(y=0.15)
-    axes.set_xticks(places)
-    axes.set_xlabel("layer")
-    axes.set_ylabel(up)
-    return figure
-
-
-def _figure(width: float, height: float, *, empty: bool = False) -> tuple[Figure, Axes]:
+def _figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, (figure.subplots() if not empty else figure)  # type: ignore[return-value]
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _one(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = _figure(width, height)
+    return figure, figure.subplots()

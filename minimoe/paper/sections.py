@@ -1,4 +1,4 @@
-"""The report itself: for each claim of the paper its value, ours and the difference; each of its faults as a number."""
+"""The report: for each claim, table and figure of the paper its values beside ours; `faults` has the rest."""
 
 from __future__ import annotations
 
@@ -7,33 +7,32 @@ from typing import Any
 
 import torch
 
+from minimoe.analysis.figures import bound_figure
 from minimoe.analysis.summary import ALL
 from minimoe.config import ModelConfig
-from minimoe.curve import deviation, elbow
+from minimoe.curve import elbow
 from minimoe.evaluate.tasks import TASKS
-from minimoe.flops import paper_block_flops
-from minimoe.paper import figures, published
+from minimoe.paper import faults, figures, published
+from minimoe.paper.findings import latency_of, layers_of, record, scores_of, shown
 from minimoe.paper.report import Section
 from minimoe.paper.study import Part
-
-NULL_SPREADS = ((0.5, 7.61), (1.0, 7.46), (1.5, 7.09), (2.0, 6.62))
 
 
 def sections(found: Part, config: ModelConfig) -> list[Section]:
     """Every section, from the parts of a Study."""
     makers: list[Callable[[Part, ModelConfig], Section]] = [
         claims,
-        readings,
+        faults.readings,
         load,
         accuracy,
         replaced,
         shape,
         samples,
         theorem,
-        time,
-        flops,
-        null,
-        parser,
+        faults.latency,
+        faults.flops,
+        faults.null,
+        faults.parser,
     ]
     return [make(found, config) for make in makers]
 
@@ -41,11 +40,11 @@ def sections(found: Part, config: ModelConfig) -> list[Section]:
 def claims(found: Part, config: ModelConfig) -> Section:
     """The paper's claims, one a line."""
     section = Section("What the paper claims, and what is found here")
-    whole = _record(found, "routers")
-    layers = _layers(found)
-    scores = _scores(found, "letters", "own")
+    whole = record(found, "routers")
+    layers = layers_of(found)
+    scores = scores_of(found, "letters", "own")
     drops = [scores["elbow", name]["change"] for name in TASKS]
-    latency = _latency(found)
+    latency = latency_of(found)
     skipped = latency["elbow, pruned experts skipped", "decode"] / latency["top-k", "decode"] - 1
     top = sum(_change(r["load_largest"], r["top_load_largest"]) for r in layers) / len(layers)
     cv = sum(_change(r["load_cv"], r["top_load_cv"]) for r in layers) / len(layers)
@@ -70,34 +69,11 @@ def claims(found: Part, config: ModelConfig) -> Section:
     return section
 
 
-def readings(found: Part, config: ModelConfig) -> Section:
-    """The rule, read as printed and as programmed."""
-    section = Section("One rule, two readings")
-    counted: dict[str, list[int]] = {"program": [], "printed": []}
-    for layer in found["samples"]["curves"]:
-        curves_NE = torch.tensor(layer)
-        for reading in counted:
-            k_N = deviation(curves_NE, reading).argmax(-1) + 1  # type: ignore[arg-type]
-            counted[reading] += k_N.clamp(max=config.top_k).tolist()
-    number = len(counted["program"])
-    rows = [
-        [reading, f"{sum(k) / number:.2f}", f"{k.count(1) / number:.1%}", f"{k.count(config.top_k) / number:.1%}"]
-        for reading, k in counted.items()
-    ]
-    section.say(
-        "The algorithm as printed normalises the curve without turning it over; its deviation from the diagonal is "
-        "then largest at the first rank of every falling curve, and it keeps one expert. The published program, and"
-        " the angle that the paper reports, turn the curve over first. All else in this report follows the program."
-    )
-    section.table("readings", ["reading", "mean k", "k = 1", f"k = {config.top_k}"], rows)
-    return section
-
-
 def load(found: Part, config: ModelConfig) -> Section:
     """Table 1."""
     section = Section("Table 1: load balance by layer")
     rows = []
-    for r in _layers(found):
+    for r in layers_of(found):
         top, cv = _change(r["load_largest"], r["top_load_largest"]), _change(r["load_cv"], r["top_load_cv"])
         share, other = r["load_largest"] / config.num_experts, r["top_load_largest"] / config.num_experts
         rows.append(
@@ -129,7 +105,7 @@ def accuracy(found: Part, config: ModelConfig) -> Section:
         ("letters", "Letters, zero-shot, greedy: the paper's protocol, with a parser that knows each item's labels."),
         ("cloze", "Log-likelihood of the answers' text (OLMES prompts, zero-shot): a small model's better measure."),
     ):
-        scores = _scores(found, protocol, "own")
+        scores = scores_of(found, protocol, "own")
         section.say(told)
         rows = []
         for name, task in TASKS.items():
@@ -187,12 +163,12 @@ def replaced(found: Part, config: ModelConfig) -> Section:
     )
     rows, values = [], {}
     for protocol in ("letters", "cloze"):
-        scores = _scores(found, protocol, "own")
+        scores = scores_of(found, protocol, "own")
         of = {rule: scores[rule, "mmlu"] for rule in ("top_k", "elbow", "random_tail", "random_head")}
-        values[protocol] = [record["accuracy"] for record in of.values()]
-        for rule, record in of.items():
-            low, high = record["interval"]
-            rows.append([protocol, rule, f"{record['accuracy']:.1%}", f"{low:.1%} to {high:.1%}"])
+        values[protocol] = [result["accuracy"] for result in of.values()]
+        for rule, result in of.items():
+            low, high = result["interval"]
+            rows.append([protocol, rule, f"{result['accuracy']:.1%}", f"{low:.1%} to {high:.1%}"])
     section.table("replaced", ["protocol", "rule", "MMLU", "95 %"], rows, text_columns=2)
     names = ["top-k", "elbow", "random tail", "random head"]
     section.figure("replaced", figures.bars(values, names, "MMLU accuracy"), "MMLU by what is replaced", values)
@@ -209,7 +185,7 @@ def shape(found: Part, config: ModelConfig) -> Section:
     ):
         shift = 1 if name == "elbow" else 0
         by_task = {
-            task.title: [_record(found, "routers", key, layer)[name] + shift for layer in layers]
+            task.title: [record(found, "routers", key, layer)[name] + shift for layer in layers]
             for key, task in TASKS.items()
         }
         section.figure(f"by-layer-{name}", figures.lines(by_task, "layer", up), caption, by_task)
@@ -229,7 +205,7 @@ def shape(found: Part, config: ModelConfig) -> Section:
         f"d. Rank and angle of {len(pairs)} sample curves",
         pairs,
     )
-    whole = _record(found, "routers")
+    whole = record(found, "routers")
     rows = []
     for what, part, groups in (
         ("between MMLU subjects", "subjects", "domains"),
@@ -237,13 +213,13 @@ def shape(found: Part, config: ModelConfig) -> Section:
         ("between layers", "routers", "layers"),
     ):
         of = found[part]["variance"]
-        rows.append([what, *(_value(of[name][groups]["eta2"], ".4f") for name in ("elbow", "angle", "k"))])
-        rows.append(["F", *(_value(of[name][groups]["f"], ".1f") for name in ("elbow", "angle", "k"))])
+        rows.append([what, *(shown(of[name][groups]["eta2"], ".4f") for name in ("elbow", "angle", "k"))])
+        rows.append(["F", *(shown(of[name][groups]["f"], ".1f") for name in ("elbow", "angle", "k"))])
     section.table("variance", ["share of variance (eta²)", "elbow rank", "angle", "k"], rows)
     section.say(
         f"The paper's text has eta² = {published.ETA2_ELBOW} for the rank where its notebook has "
         f"{published.ETA2_ELBOW_NOTEBOOK}, and {published.ETA2_ANGLE} for the angle. Rank and angle correlate: "
-        f"r = {_value(whole['r'], '.3f')} here, {published.CORRELATION} there. Both take every token and layer as "
+        f"r = {shown(whole['r'], '.3f')} here, {published.CORRELATION} there. Both take every token and layer as "
         "independent, which they are not; the intervals of means in this report are over prompts."
     )
     return section
@@ -269,7 +245,7 @@ def samples(found: Part, config: ModelConfig) -> Section:
 def theorem(found: Part, config: ModelConfig) -> Section:
     """The theorem and both corollaries against what is measured."""
     section = Section("The theorem and its corollaries")
-    layers = _layers(found)
+    layers = layers_of(found)
     rows = [
         [
             str(r["layer"]),
@@ -285,163 +261,14 @@ def theorem(found: Part, config: ModelConfig) -> Section:
     ]
     heads = ["layer", "δ", "ℓ1", "2δ/(1−δ)", "change of largest share", "|ΔCV²|", "2Nδ/(1−δ)²", "within"]
     section.table("theorem", heads, rows)
-    l1, most = [r["l1"] for r in layers], [r["l1_bound"] for r in layers]
-    section.figure(
-        "theorem", figures.bounds(l1, most, "ℓ1 shift"), "How far the load moved, and how far it could", {"l1": l1}
-    )
+    l1 = [r["l1"] for r in layers]
+    data = {"l1": l1, "bound": [r["l1_bound"] for r in layers]}
+    section.figure("theorem", bound_figure(layers), "How far the load moved, and how far it could", data)
     section.say(
         f"The paper measures an ℓ1 of {published.L1_LEAST} to {published.L1_MOST}, here it is {min(l1):.3f} to "
         f"{max(l1):.3f}. The bounds hold and are far away: they would hold as well for experts pruned at random."
     )
     return section
-
-
-def time(found: Part, config: ModelConfig) -> Section:
-    """Three latency arms, and top-k at the same mean k."""
-    section = Section("What saves time")
-    section.say(
-        "The paper's program gives pruned experts a weight of zero and computes them all the same, so that its −5.3 % "
-        "cannot come from skipped work. Here are three arms, and top-k at the same mean k, on the same tokens in turns."
-    )
-    section.say(f"{found['latency']['rounds']} rounds, {found['latency']['threads']} CPU threads.")
-    base = _latency(found)
-    rows = [
-        [
-            r["phase"],
-            r["arm"],
-            f"{r['mean_k']:.2f}",
-            f"{1e6 * r['median']:.1f}",
-            f"{1e6 * r['low']:.1f} to {1e6 * r['high']:.1f}",
-            f"{r['median'] / base['top-k', r['phase']] - 1:+.1%}",
-        ]
-        for r in sorted(found["latency"]["records"], key=lambda r: r["phase"], reverse=True)
-    ]
-    heads = ["phase", "arm", "mean k", "µs a token and layer", "quartiles", "against top-k"]
-    section.table("latency", heads, rows, text_columns=2)
-    arms = list(dict.fromkeys(r["arm"] for r in found["latency"]["records"]))
-    section.figure(
-        "latency",
-        figures.bars(
-            {p: [base[arm, p] / base["top-k", p] for arm in arms] for p in ("prefill", "decode")},
-            [arm.replace(", ", ",\n") for arm in arms],
-            "time, top-k = 1",
-        ),
-        "Time of a MoE block (gate, rule and experts), top-k = 1",
-        found["latency"]["records"],
-    )
-    return section
-
-
-def flops(found: Part, config: ModelConfig) -> Section:
-    """FLOPs by the paper's formula and as they are; k by phase."""
-    section = Section("FLOPs both ways, and k by phase")
-    section.say(
-        "The paper takes two matrices of 4d for an expert where OLMoE has three of its own size, so that its "
-        "numbers are too high while its ratios hardly change. Its FLOPs are those of decode steps alone, one a "
-        "question; its mean k averages prefill and decode. The two columns of its Table 2 do not fit each other: "
-        "4.86/5.37 would be k = 7.2."
-    )
-    rows = []
-    D, own_size, E, K = config.hidden_size, config.intermediate_size, config.num_experts, config.top_k
-    for name, task in TASKS.items():
-        by_phase = {phase: _record(found, "routers", name, ALL, phase)["k"] for phase in ("prefill", "decode", ALL)}
-        paper = [paper_block_flops(config, 1, k, elbow=e) for k, e in ((K, False), (by_phase["decode"], True))]
-        real = [2 * D * E + 6 * k * D * own_size for k in (K, by_phase["decode"])]
-        told = published.TABLE_2[name].flops
-        rows.append(
-            [
-                task.title,
-                *(f"{by_phase[phase]:.3f}" for phase in ("prefill", "decode", ALL)),
-                f"{paper[0]:.3g} → {paper[1]:.3g}",
-                f"{paper[1] / paper[0] - 1:+.1%}",
-                f"{real[0]:.3g} → {real[1]:.3g}",
-                f"{real[1] / real[0] - 1:+.1%}",
-                f"{told[1] / told[0] - 1:+.1%}",
-            ]
-        )
-    heads = ["", "k, prefill", "k, decode", "k, all", "paper's formula", "", "real", "", "paper"]
-    section.table("flops", heads, rows)
-    return section
-
-
-def null(found: Part, config: ModelConfig) -> Section:
-    """Gaussian logits of the same spread."""
-    section = Section("Routers that know nothing")
-    rows = [
-        [
-            str(r["layer"]),
-            f"{r['spread']:.2f}",
-            f"{r['k']:.2f}",
-            f"{r['k_low']:.2f} to {r['k_high']:.2f}" if r["k_low"] is not None else "",
-            f"{r['null_k']:.2f}",
-            f"{r['sharp']:.1%}",
-            f"{r['null_sharp']:.1%}",
-            f"{r['angle']:.0f}",
-            f"{r['null_angle']:.0f}",
-        ]
-        for r in [*_layers(found), _record(found, "routers")]
-    ]
-    heads = ["layer", "spread of logits", "mean k", "95 %", "null", "sharp", "null", "angle", "null"]
-    section.table("null", heads, rows)
-    told = ", ".join(f"{k} at a spread of {spread:g}" for spread, k in NULL_SPREADS)
-    section.say(
-        "Null is the same rule on independent Gaussian logits of the same spread, token by token. With 64 experts "
-        f"and a K of 8 it gives a mean k of {told}. The paper's {published.MEAN_K} alone therefore says little about"
-        " a router; what says something is the distance from the null column."
-    )
-    return section
-
-
-def parser(found: Part, config: ModelConfig) -> Section:
-    """The letter parser's faults as numbers."""
-    section = Section("The letter parser")
-    own, theirs = _scores(found, "letters", "own"), _scores(found, "letters", "published")
-    rows = []
-    for name, task in TASKS.items():
-        a, b = own["top_k", name], theirs["top_k", name]
-        rows.append(
-            [
-                task.title,
-                f"{a['chance']:.1%}",
-                f"{b['accuracy']:.1%}",
-                f"{a['accuracy']:.1%}",
-                f"{a['accuracy'] - b['accuracy']:+.1%}",
-                f"{b['invalid']}",
-                f"{a['invalid']}",
-            ]
-        )
-    heads = ["", "chance", "the paper's parser", "ours", "difference", "no letter, theirs", "no letter, ours"]
-    section.table("parser", heads, rows)
-    section.say(
-        "Under top-k, the same outputs read twice. The published parser takes the first “Answer: X” of prompt and "
-        "output together, knows only A to D, and so counts ARC's items labelled 1 to 4 or E as wrong whatever the "
-        "model writes."
-    )
-    return section
-
-
-def _record(found: Part, part: str, domain: str = ALL, layer: int | str = ALL, phase: str = ALL) -> Part:
-    records: list[Part] = found[part]["records"]
-    return next(r for r in records if (r["domain"], r["phase"], r["layer"]) == (domain, phase, layer))
-
-
-def _layers(found: Part) -> list[Part]:
-    """The layers' records over all benchmarks and phases."""
-    records: list[Part] = found["routers"]["records"]
-    return [r for r in records if r["domain"] == r["phase"] == ALL != r["layer"]]
-
-
-def _scores(found: Part, protocol: str, parser: str) -> dict[tuple[str, str], Part]:
-    """Results by rule and task."""
-    return {
-        (r["router"], r["task"]): r
-        for r in found["scores"]["records"]
-        if r["protocol"] == protocol and (protocol != "letters" or r["parser"] == parser)
-    }
-
-
-def _latency(found: Part) -> dict[tuple[str, str], float]:
-    return {(r["arm"], r["phase"]): r["median"] for r in found["latency"]["records"]}
 
 
 def _eta(found: Part, name: str) -> float | None:
@@ -464,8 +291,4 @@ def _change(value: float, base: float) -> float:
 
 def _row(name: str, paper: float, ours: Any, form: str) -> list[str]:
     signed = form if form.startswith("+") else f"+{form}"
-    return [name, format(paper, form), _value(ours, form), "" if ours is None else format(ours - paper, signed)]
-
-
-def _value(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+    return [name, format(paper, form), shown(ours, form), "" if ours is None else format(ours - paper, signed)]

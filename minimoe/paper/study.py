@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,22 @@ from minimoe.errors import InputError
 from minimoe.evaluate.letters import NEW_TOKENS, LetterPrompt, Letters
 from minimoe.evaluate.log import Log
 from minimoe.evaluate.results import results
-from minimoe.evaluate.run import Benchmark, evaluate, left, prepare, settings
+from minimoe.evaluate.run import Benchmark, decides_alone, evaluate, left, prepare, settings
 from minimoe.evaluate.tasks import TASKS
 from minimoe.model import Batch
-from minimoe.paper.measures import Masked, block_latency, sample_curves
+from minimoe.paper.measures import STEPS, Masked, block_latency, sample_curves
+from minimoe.profiler import timed
 from minimoe.routers import Router
 from minimoe.routers.elbow import Elbow
 from minimoe.routers.mixed_k import MixedK
 from minimoe.routers.random_head import RandomHead
 from minimoe.routers.random_tail import RandomTail
 from minimoe.routers.top_k import TopK
+from minimoe.whole_file import write_whole
 
 QUICK_ITEMS, QUICK_PER_SUBJECT = 12, 1
 QUICK_ROUNDS, ROUNDS = 5, 30
+DRAWING = 5.0  # seconds, for the summaries and the report
 NEW = NEW_TOKENS - 1  # decode passes after a prompt: the last token that is written is not run
 
 Part = dict[str, Any]
@@ -97,34 +99,57 @@ class Study:
             if kept is None:
                 progress.told(what)
                 kept = make(found, progress)
-                _write(path, {"identity": self.identity, "data": kept})
+                document = {"identity": self.identity, "data": kept}
+                write_whole(path, json.dumps(document, allow_nan=False) + "\n")
             found[name] = kept
         return found
 
     def seconds(self) -> float:
-        """About how long what is not yet done will take, from the speed of a pass over some prompts."""
-        some = prompt_source(self.engine, {"": self.letters[0].items[:8]})
-        ids = [i for _, prompt in some.sequences() for i in prompt][:512]
-        characters = len(self.engine.tokenizer.decode(ids))
-        batch = Batch(torch.tensor(ids, device=self.engine.model.device), [len(ids)])
-        with torch.inference_mode():
-            self.engine.model.forward(batch, TopK())
-            start = time.perf_counter()
-            self.engine.model.forward(batch, TopK())
-            speed = (time.perf_counter() - start) / characters
+        """About how long what is not yet done will take; 0 if nothing is left.
+
+        From the speed of a pass over many prompts, and the time of one that has a pass to itself, as rules that draw
+        give to every continuation, and as decoding does.
+        """
+        prompts = [ids for _, ids in prompt_source(self.engine, {"": self.letters[0].items[:8]}).sequences()]
+        together = self._timed([i for ids in prompts for i in ids][:512])
+        lone = self._timed(prompts[0])
+        each = together / min(sum(map(len, prompts)), 512)
+        characters = len(self.engine.tokenizer.decode(prompts[0])) / len(prompts[0])  # of a token
+        rounds = QUICK_ROUNDS if self.quick else ROUNDS
         work = {
-            "routers": sum(item.characters for b in self.letters for item in b.items),
-            "subjects": sum(item.characters for item in self._mmlu.items),
-            "scores": self._characters(),
+            "samples": 0.0,
+            "routers": each * sum(item.characters for b in self.letters for item in b.items) / characters,
+            "subjects": each * sum(item.characters for item in self._mmlu.items) / characters,
+            "latency": lone * (rounds + 1) * 4 * (1 + STEPS),
+            "scores": 0.0,
         }
-        return speed * sum(size for name, size in work.items() if not (self.parts / f"{name}.json").exists())
+        for benchmarks, rules in self._rules(1.0):
+            for benchmark, rule in product(benchmarks, rules.values()):
+                if decides_alone(self.engine, rule):
+                    work["scores"] += each * sum(item.characters for item in benchmark.items) / characters
+                else:
+                    passes = 1 + NEW if benchmark.protocol == "letters" else benchmark.items[0].choices
+                    work["scores"] += lone * passes * len(benchmark.items)
+        left = [cost for name, cost in work.items() if not (self.parts / f"{name}.json").exists()]
+        return sum(left) + DRAWING if left else 0.0
+
+    def _timed(self, ids: Sequence[int]) -> float:
+        """Seconds of a pass over some tokens."""
+        batch = Batch(torch.tensor(ids, device=self.engine.model.device), [len(ids)])
+
+        def run() -> Any:
+            with torch.inference_mode():
+                return self.engine.model.forward(batch, TopK())
+
+        run()
+        return timed(run, self.engine.model.device)[1]
 
     @property
     def _mmlu(self) -> Benchmark:
         return next(benchmark for benchmark in self.letters if benchmark.task.name == "mmlu")
 
     def _samples(self, found: Part, progress: Progress) -> Part:
-        """Sorted curves from the middle of every benchmark in turn, and what three readings of the rule say of each."""
+        """Sorted curves of the prompt in the middle of every benchmark."""
         method = Letters(self.engine)
         prompts = [b.items[len(b.items) // 2] for b in self.letters]
         fitted = [method.fit(prompt) for prompt in prompts if isinstance(prompt, LetterPrompt)]
@@ -156,9 +181,7 @@ class Study:
             self.engine, ("elbow", Elbow()), source, path, new_tokens=new_tokens, seed=self.seed, ran=ran
         )
         summary = summarise(analysis, self.engine.tokenizer.decode)
-        k_FJ = analysis.arrays["k_GFLJ"].sum((0, 2))
-        kept = {key: summary[key] for key in ("tokens", "curves", "records", "variance")}
-        return {**kept, "k": {phase: k_FJ[f].tolist() for f, phase in enumerate(analysis.about["phases"])}}
+        return {key: summary[key] for key in ("tokens", "curves", "records", "variance")}
 
     def _latency(self, found: Part, progress: Progress) -> Part:
         arms: dict[str, Router] = {
@@ -171,29 +194,23 @@ class Study:
         records = block_latency(self.engine, arms, rounds, self.seed)
         return {"rounds": rounds, "threads": torch.get_num_threads(), "records": records}
 
-    def _rules(self, found: Part) -> list[tuple[list[Benchmark], dict[str, Router]]]:
-        """Which rules run on which benchmarks."""
+    def _rules(self, k: float) -> list[tuple[list[Benchmark], dict[str, Router]]]:
+        """Which rules run on which benchmarks; k is the elbow rule's mean."""
         everywhere: dict[str, Router] = {
             "top_k": TopK(),
             "elbow": Elbow(),
-            "mixed_k": MixedK(k=mean_k(found)),
+            "mixed_k": MixedK(k=k),
         }
         replaced: dict[str, Router] = {"random_tail": RandomTail(), "random_head": RandomHead()}
         mmlu = [b for b in (*self.letters, *self.cloze) if b.task.name == "mmlu"]
         return [([*self.letters, *self.cloze], everywhere), (mmlu, replaced)]
-
-    def _characters(self) -> int:
-        """Of all prompts that `_scores` runs, each as often as there are rules."""
-        guess: Part = {"routers": {"records": [{"domain": ALL, "phase": ALL, "layer": ALL, "k": 1.0}]}}
-        with Log(None, {}) as empty:
-            return sum(left(benchmarks, rules, empty) for benchmarks, rules in self._rules(guess))
 
     def _scores(self, found: Part, progress: Progress) -> Part:
         layers = self.engine.config.num_layers
         log_settings = {**settings(self.engine, self.seed), "mean_k": mean_k(found)}
         records: list[Part] = []
         with Log(self.parts / "answers.jsonl", log_settings) as log:
-            work = self._rules(found)
+            work = self._rules(mean_k(found))
             total = sum(left(benchmarks, rules, log) for benchmarks, rules in work)
             done = 0
 
@@ -240,10 +257,3 @@ def _read(path: Path, identity: str) -> Part | None:
         return kept["data"] if kept["identity"] == identity else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _write(path: Path, content: Part) -> None:
-    """Written beside and moved over, so that a kill leaves no half of one."""
-    fresh = Path(f"{path}.new")
-    fresh.write_text(json.dumps(content, allow_nan=False) + "\n", "utf-8")
-    os.replace(fresh, path)

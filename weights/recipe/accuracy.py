@@ -1,4 +1,4 @@
-"""How often a model finds the true ending of a cloze item the likeliest, with an interval.
+"""How often a model finds the true ending of a cloze item the likeliest.
 
 An ending's score is its log-probability after the passage, divided by its length in bytes: what lm-evaluation-harness
 calls acc_norm, but for bytes in place of characters.
@@ -8,7 +8,6 @@ Shape letters: T tokens, D hidden, V vocabulary, N tokens of an ending.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,14 +23,6 @@ from minimoe.scoring import cut
 from minimoe.tokenizer import Tokenizer
 
 ITEMS_A_PASS = 32
-
-
-def wilson(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
-    """The interval for a proportion, 95 % by default. Source: E. B. Wilson 1927, without continuity correction."""
-    share, weight = successes / trials, z * z / trials
-    centre = (share + weight / 2) / (1 + weight)
-    half = z * math.sqrt(share * (1 - share) / trials + weight / (4 * trials)) / (1 + weight)
-    return centre - half, centre + half
 
 
 @torch.inference_mode()

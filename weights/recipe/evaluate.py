@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from accuracy import choices, wilson
+from accuracy import choices
 from bits import held_out, token_streams, total_bits, xz_size
 from card import write_card
 from data import SHARES
@@ -30,6 +30,7 @@ from tokenizers import Tokenizer as TokenizerFile
 import minimoe
 from minimoe.config import ModelConfig
 from minimoe.experts import find_backend
+from minimoe.intervals import wilson
 from minimoe.model import Olmoe
 from minimoe.routers import ROUTERS, Router
 from minimoe.tokenizer import Tokenizer

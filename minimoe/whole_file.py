@@ -1,0 +1,22 @@
+"""Files that a kill leaves as they were or as they should be, and never half of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """The place beside `path` to write to; what is there at the end takes the place of `path`."""
+    fresh = Path(f"{path}.new")
+    yield fresh
+    os.replace(fresh, path)
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """A text file, UTF-8."""
+    with replacing(path) as fresh:
+        fresh.write_text(text, "utf-8")
