@@ -83,13 +83,13 @@ class Bench:
         self.size, self.config = size, size.config
         self.weights = random_weights(size)
         self.model = Olmoe(size.config, self.weights, find_backend("triton"))
-        self.gates = [layer.gate_ED.clone() for layer in self.model.layers]
+        self.gates = [layer.gate.weight_ED.clone() for layer in self.model.layers]
         self.generator = torch.Generator(size.device).manual_seed(1)
 
     def scale_gates(self, scale: float) -> None:
         """Router logits of this spread, in place: graphs that were captured see it too."""
         for layer, gate_ED in zip(self.model.layers, self.gates, strict=True):
-            layer.gate_ED.copy_(gate_ED * scale)
+            layer.gate.weight_ED.copy_(gate_ED * scale)
 
     def ids(self, *shape: int) -> Tensor:
         return torch.randint(self.config.vocab_size, shape, device=self.size.device, generator=self.generator)

@@ -136,19 +136,19 @@ class DecodeStep:
         x_BD = F.embedding(self._ids_B, model.embed_VD)
         self.routings = []
         for layer in model.layers:
-            x_BD = x_BD + self._attention(layer, ops.norm(x_BD, layer.attention_norm_D, eps), rotation, seen_B11C)
-            normed_BD = ops.norm(x_BD, layer.moe_norm_D, eps)
-            logits_BE = ops.linear(normed_BD, layer.gate_ED)
+            x_BD = x_BD + self._attention(layer, x_BD, rotation, seen_B11C)
+            normed_BD, logits_BE = ops.gate(layer.gate, x_BD)
             routing = self._rule.route(logits_BE, self._broken_L[layer.index : layer.index + 1])
             self.routings.append(routing)
             x_BD = x_BD + layer.experts.run(normed_BD, routing)
         self._logits_BV.copy_(ops.linear(ops.norm(x_BD, model.norm_D, eps), model.head_VD))
         self._lengths_B += 1
 
-    def _attention(self, layer: Layer, normed_BD: Tensor, rotation: tuple[Tensor, Tensor], seen_B11C: Tensor) -> Tensor:
+    def _attention(self, layer: Layer, x_BD: Tensor, rotation: tuple[Tensor, Tensor], seen_B11C: Tensor) -> Tensor:
         """As Operations.attention, but over all the room there is, with what is not yet filled masked."""
         ops, of = self._model.operations, layer.attention
-        q_BD, k_BGd, v_BGd = ops.linears(normed_BD, (layer.query_DD, layer.key_GdD, layer.value_GdD))
+        normed_BD = ops.norm(x_BD, of.norm_D, of.eps)
+        q_BD, k_BGd, v_BGd = ops.linears(normed_BD, (of.query_DD, of.key_GdD, of.value_GdD))
         q_BD, k_BGd = ops.norm(q_BD, of.query_norm_D, of.eps), ops.norm(k_BGd, of.key_norm_Gd, of.eps)
         if of.clip is not None:
             q_BD, k_BGd, v_BGd = (part.clamp(-of.clip, of.clip) for part in (q_BD, k_BGd, v_BGd))
@@ -163,4 +163,4 @@ class DecodeStep:
             attn_mask=seen_B11C,
             enable_gqa=of.heads != of.kv_heads,
         )
-        return ops.linear(mixed_BH1d.flatten(1), layer.out_DD)
+        return ops.linear(mixed_BH1d.flatten(1), of.out_DD)

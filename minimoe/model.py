@@ -11,7 +11,6 @@ size, V vocabulary, E experts; N new tokens of one sequence, S all its positions
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -24,7 +23,7 @@ from minimoe.cache import KVCache
 from minimoe.config import ModelConfig
 from minimoe.errors import NumericalError
 from minimoe.experts import Backend, ExpertWeights
-from minimoe.operations import Attention
+from minimoe.operations import Attention, Gate, Sequences
 from minimoe.probe import Phase, Probe
 from minimoe.routers import Router, RouterContext, decide
 
@@ -98,16 +97,17 @@ class Olmoe:
         probe = probe or Probe()
         past = batch.past
         probe.step(batch.phase, batch.new, past)
-        positions_T = torch.cat([torch.arange(p, p + n) for p, n in zip(past, batch.new, strict=True)]).to(self.device)
-        sequence_T = torch.repeat_interleave(torch.arange(len(batch.new)), torch.tensor(batch.new)).to(self.device)
+        spans = [range(p, p + n) for p, n in zip(past, batch.new, strict=True)]
+        positions_T = torch.tensor([p for span in spans for p in span], device=self.device)
+        sequence_T = torch.tensor([b for b, span in enumerate(spans) for _ in span], device=self.device)
         # Angles in float32, whatever the model's dtype: position x base^(-2i/d), twice for the half-split pairs.
         angles_T1d = (positions_T.float()[:, None] * self.inverse_d2).repeat(1, 2)[:, None]
-        rotation = angles_T1d.cos().to(self.dtype), angles_T1d.sin().to(self.dtype)
-        with probe.span("embed"):
-            x_TD = F.embedding(batch.ids_T, self.embed_VD)
-        for index, layer in enumerate(self.layers):
-            context = RouterContext(
-                layer=index,
+        cos_T1d, sin_T1d = angles_T1d.cos().to(self.dtype), angles_T1d.sin().to(self.dtype)
+        sequences = self.operations.sequences(batch.new, batch.caches, cos_T1d, sin_T1d)
+        # All before the first layer: between products that stream weights the same lines cost ten times as much.
+        contexts = [
+            RouterContext(
+                layer=layer,
                 phase=batch.phase,
                 ids_T=batch.ids_T,
                 positions_T=positions_T,
@@ -118,7 +118,12 @@ class Olmoe:
                 num_layers=self.config.num_layers,
                 checkpoint=self.fingerprint,
             )
-            x_TD = layer.forward(x_TD, rotation, batch, router, context, probe)
+            for layer in range(self.config.num_layers)
+        ]
+        with probe.span("embed"):
+            x_TD = F.embedding(batch.ids_T, self.embed_VD)
+        for layer, context in zip(self.layers, contexts, strict=True):
+            x_TD = layer.forward(x_TD, sequences, router, context, probe)
         for cache, count in zip(batch.caches or (), batch.new, strict=False):
             cache.advance(count)
         with probe.span("norm"):
@@ -133,7 +138,8 @@ class Olmoe:
         if self._fingerprint is None:
             parts = [self.embed_VD[:16], self.head_VD[:16], self.norm_D]
             for layer in self.layers:
-                parts += [layer.gate_ED, layer.attention_norm_D, layer.moe_norm_D, layer.query_DD[:1], layer.out_DD[:1]]
+                attention, gate = layer.attention, layer.gate
+                parts += [gate.weight_ED, attention.norm_D, gate.norm_D, attention.query_DD[:1], attention.out_DD[:1]]
                 weights = layer.experts.weights
                 parts += [matrices[-1][:1] for matrices in (weights.gate_EID, weights.up_EID, weights.down_EDI)]
             digest = hashlib.sha256()
@@ -162,46 +168,34 @@ class Layer:
 
         self.config = config
         self.index = index
-        self.attention_norm_D = weight("input_layernorm")
-        self.query_DD = weight("self_attn.q_proj")
-        self.key_GdD = weight("self_attn.k_proj")
-        self.value_GdD = weight("self_attn.v_proj")
-        self.out_DD = weight("self_attn.o_proj")
         self.attention = Attention(
             layer=index,
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
+            norm_D=weight("input_layernorm"),
+            query_DD=weight("self_attn.q_proj"),
+            key_GdD=weight("self_attn.k_proj"),
+            value_GdD=weight("self_attn.v_proj"),
             query_norm_D=weight("self_attn.q_norm"),
             key_norm_Gd=weight("self_attn.k_norm"),
+            out_DD=weight("self_attn.o_proj"),
             eps=config.rms_norm_eps,
             clip=config.clip_qkv,
         )
-        self.moe_norm_D = weight("post_attention_layernorm")
-        self.gate_ED = weight("mlp.gate")
+        self.gate = Gate(weight("post_attention_layernorm"), weight("mlp.gate"), config.rms_norm_eps)
         self.operations = backend.operations
         self.experts = backend(
             ExpertWeights(each_expert("gate_proj"), each_expert("up_proj"), each_expert("down_proj"))
         )
 
     def forward(
-        self,
-        x_TD: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        batch: Batch,
-        router: Router,
-        context: RouterContext,
-        probe: Probe,
+        self, x_TD: Tensor, sequences: Sequences, router: Router, context: RouterContext, probe: Probe
     ) -> Tensor:
-        ops, eps = self.operations, self.config.rms_norm_eps
         with probe.span("attention", self.index):
-            normed_TD = ops.norm(x_TD, self.attention_norm_D, eps)
-            q_TD, k_TGd, v_TGd = ops.linears(normed_TD, (self.query_DD, self.key_GdD, self.value_GdD))
-            mixed_TD = ops.attention(self.attention, q_TD, k_TGd, v_TGd, rotation, batch.new, batch.caches)
-            x_TD = x_TD + ops.linear(mixed_TD, self.out_DD)
+            x_TD = self.operations.attention(self.attention, x_TD, sequences)
         with probe.span("gate", self.index):
-            normed_TD = ops.norm(x_TD, self.moe_norm_D, eps)
-            logits_TE = ops.linear(normed_TD, self.gate_ED)
-            if not math.isfinite(logits_TE.detach().abs().max()):  # a NaN is the largest of all
+            normed_TD, logits_TE = self.operations.gate(self.gate, x_TD)
+            if not self.operations.finite(logits_TE):
                 raise NumericalError(
                     f"layer {self.index}: the router logits are not finite; the weights or the inputs are broken."
                 )

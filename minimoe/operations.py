@@ -6,8 +6,10 @@ C room of a cache; N new tokens of one sequence, S all its positions so far.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -16,27 +18,85 @@ from torch import Tensor
 from minimoe.cache import KVCache
 from minimoe.linear import linear
 from minimoe.native import Kernels
+from minimoe.native.places import AttentionPlaces, GatePlaces, StepPlaces
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Attention:
-    """What attention in one layer needs besides its projections.
+    """The weights of one layer's attention.
 
     Attributes:
         layer: index of the layer, where the caches keep its keys and values.
         heads, kv_heads: H and G; H is a multiple of G.
-        query_norm_D, key_norm_Gd: weights of the norms over the whole projections.
-        eps: of these norms.
+        norm_D: of the norm before the projections.
+        query_DD, key_GdD, value_GdD, out_DD: the projections.
+        query_norm_D, key_norm_Gd: of the norms over the whole projections.
+        eps: of all norms.
         clip: what projections are clamped to after the norms, or None.
     """
 
     layer: int
     heads: int
     kv_heads: int
+    norm_D: Tensor
+    query_DD: Tensor
+    key_GdD: Tensor
+    value_GdD: Tensor
     query_norm_D: Tensor
     key_norm_Gd: Tensor
+    out_DD: Tensor
     eps: float
     clip: float | None
+
+    @cached_property
+    def places(self) -> AttentionPlaces:
+        """For the native kernels."""
+        norms = self.query_norm_D, self.key_norm_Gd
+        return AttentionPlaces(
+            [self.norm_D, self.query_DD, self.key_GdD, self.value_GdD, *norms, self.out_DD],
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            layer=self.layer,
+            eps=self.eps,
+            clip=self.clip,
+        )
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The weights of what scores one layer's experts: the norm before it, and its matrix.
+
+    Attributes:
+        norm_D, weight_ED: the weights.
+        eps: of the norm.
+    """
+
+    norm_D: Tensor
+    weight_ED: Tensor
+    eps: float
+
+    @cached_property
+    def places(self) -> GatePlaces:
+        """For the native kernels."""
+        return GatePlaces(self.norm_D, self.weight_ED, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Whose tokens a pass runs, and where they stand: the same in all layers.
+
+    Attributes:
+        new: how many of the tokens belong to each sequence.
+        caches: extended by the new keys and values, or None to attend to the new tokens alone.
+        cos_T1d, sin_T1d: of the positions' angles, in the dtype of the model.
+        steps: for the native kernels, in a pass of one token of each sequence.
+    """
+
+    new: Sequence[int]
+    caches: Sequence[KVCache] | None
+    cos_T1d: Tensor
+    sin_T1d: Tensor
+    steps: StepPlaces | None = None
 
 
 class Operations:
@@ -54,37 +114,42 @@ class Operations:
         """x / sqrt(mean(x^2) + eps) * weight: statistics in float32, back to x's dtype, then the weight."""
         return rms_norm(x_TD, weight_D, eps)
 
-    def attention(
-        self,
-        of: Attention,
-        q_TD: Tensor,
-        k_TGd: Tensor,
-        v_TGd: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        new: Sequence[int],
-        caches: Sequence[KVCache] | None,
-    ) -> Tensor:
-        """From projections to each token's mix of values, before the output projection.
+    def gate(self, of: Gate, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x_TD, which the experts get as well, and the router logits: (normed_TD, logits_TE)."""
+        normed_TD = self.norm(x_TD, of.norm_D, of.eps)
+        return normed_TD, self.linear(normed_TD, of.weight_ED)
 
-        Args:
-            q_TD, k_TGd, v_TGd: the projections, heads side by side.
-            rotation: cosines and sines [T, 1, d] of the positions' angles, in the dtype of the projections.
-            new: how many of the tokens belong to each sequence.
-            caches: extended by the new keys and values, or None to attend to the new tokens alone.
+    def finite(self, x_TE: Tensor) -> bool:
+        """Whether all numbers are finite."""
+        return math.isfinite(x_TE.detach().abs().max())  # a NaN is the largest of all
 
-        Returns:
-            mixed_TD, in the dtype of the projections.
+    def sequences(
+        self, new: Sequence[int], caches: Sequence[KVCache] | None, cos_T1d: Tensor, sin_T1d: Tensor
+    ) -> Sequences:
+        """What a pass hands to attention in every layer; prepared once."""
+        return Sequences(new, caches, cos_T1d, sin_T1d)
+
+    def attention(self, of: Attention, x_TD: Tensor, sequences: Sequences) -> Tensor:
+        """x_TD plus what attention adds to it; extends the caches, whose length the caller moves on.
+
+        Raises:
+            IndexError: a cache without room.
         """
+        normed_TD = self.norm(x_TD, of.norm_D, of.eps)
+        q_TD, k_TGd, v_TGd = self.linears(normed_TD, (of.query_DD, of.key_GdD, of.value_GdD))
         # q/k norm over the whole projection, then clip, then RoPE: OLMoE's order.
         q_TD, k_TGd = self.norm(q_TD, of.query_norm_D, of.eps), self.norm(k_TGd, of.key_norm_Gd, of.eps)
         if of.clip is not None:
             q_TD, k_TGd, v_TGd = (t.clamp(-of.clip, of.clip) for t in (q_TD, k_TGd, v_TGd))
-        queries = rotate(q_TD.unflatten(-1, (of.heads, -1)), *rotation)
-        keys = rotate(k_TGd.unflatten(-1, (of.kv_heads, -1)), *rotation)
+        queries = rotate(q_TD.unflatten(-1, (of.heads, -1)), sequences.cos_T1d, sequences.sin_T1d)
+        keys = rotate(k_TGd.unflatten(-1, (of.kv_heads, -1)), sequences.cos_T1d, sequences.sin_T1d)
         values = v_TGd.unflatten(-1, (of.kv_heads, -1))
+        new, caches = sequences.new, sequences.caches
         if caches is None and len(set(new)) == 1:
-            return _attend_alike(queries, keys, values, new[0]).flatten(-2)
-        return _attend_each(of.layer, queries, keys, values, new, caches).flatten(-2)
+            mixed_THd = _attend_alike(queries, keys, values, new[0])
+        else:
+            mixed_THd = _attend_each(of.layer, queries, keys, values, new, caches)
+        return x_TD + self.linear(mixed_THd.flatten(-2), of.out_DD)
 
 
 class NativeOperations(Operations):
@@ -102,33 +167,25 @@ class NativeOperations(Operations):
     def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         return self._kernels.norm(x_TD, weight_D, eps)
 
-    def attention(
-        self,
-        of: Attention,
-        q_TD: Tensor,
-        k_TGd: Tensor,
-        v_TGd: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        new: Sequence[int],
-        caches: Sequence[KVCache] | None,
-    ) -> Tensor:
-        if caches is None or len(new) != q_TD.shape[0]:
-            return super().attention(of, q_TD, k_TGd, v_TGd, rotation, new, caches)
-        # One token of each sequence: all its steps in one call.
-        return self._kernels.attention(
-            q_TD,
-            k_TGd,
-            v_TGd,
-            of.query_norm_D,
-            of.key_norm_Gd,
-            *rotation,
-            keys=[cache.keys_LHCd for cache in caches],
-            values=[cache.values_LHCd for cache in caches],
-            lengths=[cache.length for cache in caches],
-            layer=of.layer,
-            eps=of.eps,
-            clip=of.clip,
-        )
+    def sequences(
+        self, new: Sequence[int], caches: Sequence[KVCache] | None, cos_T1d: Tensor, sin_T1d: Tensor
+    ) -> Sequences:
+        steps = None
+        if caches and len(new) == cos_T1d.shape[0]:
+            keys, values = [cache.keys_LHCd for cache in caches], [cache.values_LHCd for cache in caches]
+            steps = StepPlaces(keys, values, [cache.length for cache in caches], cos_T1d, sin_T1d)
+        return Sequences(new, caches, cos_T1d, sin_T1d, steps)
+
+    def attention(self, of: Attention, x_TD: Tensor, sequences: Sequences) -> Tensor:
+        if sequences.steps is None:
+            return super().attention(of, x_TD, sequences)
+        return self._kernels.attention(x_TD, of.places, sequences.steps)
+
+    def finite(self, x_TE: Tensor) -> bool:
+        return self._kernels.finite(x_TE)
+
+    def gate(self, of: Gate, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        return self._kernels.gate(x_TD, of.places)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -71,7 +71,7 @@ def test_router_logits_that_are_not_finite_name_their_layer(checkpoint: Folders)
         caches = prompted(engine, [2])
         step = DecodeStep(engine.model, engine.router, 1, ROOM)
         step.begin(caches)
-        engine.model.layers[1].moe_norm_D.fill_(math.nan)  # a private mapping: the file stays as it is
+        engine.model.layers[1].gate.norm_D.fill_(math.nan)  # a private mapping: the file stays as it is
         step.step(torch.tensor([3]))
         with pytest.raises(NumericalError, match="layer 1: the router logits are not finite"):
             step.check()

@@ -6,6 +6,7 @@ Shape letters: T tokens, E experts, K slots.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -231,7 +232,7 @@ def test_random_draws_every_expert_alike_and_keeps_the_slots_weights() -> None:
     own = chosen(Random(k=3.5, weights="own").route(logits_TE, drawing(T, 4)))
     probs = logits_TE.softmax(-1).tolist()
     for row, p in zip(own, probs, strict=True):
-        assert list(row.values()) == sorted((p[e] for e in row), reverse=True)
+        assert list(row.values()) == pytest.approx(sorted((p[e] for e in row), reverse=True), rel=1e-6)
     again = Random(k=4).route(logits_TE, drawing(T, 4))
     other = Random(k=4).route(logits_TE, drawing(T, 4, seed=1))
     assert torch.equal(again.experts_TK, routing.experts_TK)
@@ -358,7 +359,6 @@ def test_nan_is_an_error_that_names_the_layer_under_every_rule(name: str, checkp
     keys = ROUTERS[name].example
     keys = "" if name == "mask" else keys
     engine = minimoe.load(checkpoint(), router=f"{name}:{'k=1.5' if name == 'mixed_k' else keys}")
-    layer = engine.model.layers[1]
-    layer.gate_ED = torch.full_like(layer.gate_ED, float("nan"))
+    engine.model.layers[1].gate.weight_ED.fill_(math.nan)  # a private mapping: the file stays as it is
     with pytest.raises(NumericalError, match="layer 1"):
         engine.generate("a fox", max_new_tokens=1)

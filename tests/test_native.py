@@ -7,6 +7,7 @@ Shape letters: T tokens, A inputs, B outputs, D hidden, E experts, I expert inte
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +25,9 @@ from minimoe.cache import KVCache
 from minimoe.errors import InputError
 from minimoe.experts import ExpertWeights, default_backend, find_backend
 from minimoe.experts.native import Native
-from minimoe.native import Kernels, Places, find_kernels, instruction_sets
-from minimoe.operations import Attention, NativeOperations, Operations, rms_norm
+from minimoe.native import Kernels, find_kernels, instruction_sets
+from minimoe.native.places import ExpertPlaces, StepPlaces
+from minimoe.operations import Attention, Gate, NativeOperations, Operations, rms_norm
 from minimoe.routing import Routing
 from tests.test_experts import CASES, in_double_precision, random_inputs, random_weights
 
@@ -111,8 +113,8 @@ def test_experts_are_right_and_prune(kernels: Kernels, dtype: torch.dtype, case:
     k, E, D, I = CASES[case]
     weights = random_weights(E, D, I, dtype)
     x_TD, routing = random_inputs(k, E, D, dtype)
-    places = Places(weights.gate_EID, weights.up_EID, weights.down_EDI)
-    y_TD, done = kernels.experts(x_TD, places, routing.experts_TK, routing.weights_TK, routing.k_T)
+    places = ExpertPlaces(weights.gate_EID, weights.up_EID, weights.down_EDI)
+    y_TD, done = kernels.experts(x_TD, places, routing)
     assert done == 3 * D * I * sum(k)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     np.testing.assert_allclose(
@@ -152,13 +154,14 @@ def test_matrices_of_pruned_experts_are_not_even_read(kernels: Kernels) -> None:
     pages = mmap.mmap(-1, 3 * 64 * 64 * 4, prot=0)  # PROT_NONE
     address = _address(pages)
     weights = random_weights(4, 64, 64)
-    places = Places(weights.gate_EID, weights.up_EID, weights.down_EDI)
+    places = ExpertPlaces(weights.gate_EID, weights.up_EID, weights.down_EDI)
     for e in (1, 3):
         places.gate[e], places.up[e], places.down[e] = (address + i * 64 * 64 * 4 for i in range(3))
     x_TD, _ = random_inputs([2] * 5, 4, 64)
     routing = Routing(torch.tensor([[0, 2]] * 5), torch.ones(5, 2), torch.tensor([1, 2, 2, 0, 1]), 4)
     dead_TK = torch.arange(2) >= routing.k_T[:, None]
-    y_TD, _ = kernels.experts(x_TD, places, routing.experts_TK.masked_fill(dead_TK, 4), routing.weights_TK, routing.k_T)
+    dead = replace(routing, experts_TK=routing.experts_TK.masked_fill(dead_TK, 4))
+    y_TD, _ = kernels.experts(x_TD, places, dead)
     np.testing.assert_allclose(y_TD, in_double_precision(x_TD, routing, weights), rtol=1e-5, atol=1e-5)
 
 
@@ -234,36 +237,63 @@ def test_ranking_is_a_stable_sort(kernels: Kernels, data: st.DataObject) -> None
         data.draw(st.integers(1, 70)),
         data.draw(st.sampled_from([1, 3, 10**6])),
     )
+    dtype = data.draw(st.sampled_from(list(EPS)))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    probs_TE = torch.randint(values, (T, E), generator=generator) / values
-    sorted_TE, experts_TE = kernels.rank(probs_TE)
-    for row, ranked, experts in zip(probs_TE.tolist(), sorted_TE.tolist(), experts_TE.tolist(), strict=True):
-        assert experts == sorted(range(E), key=lambda e: (-row[e], e))
-        assert ranked == [row[e] for e in experts]
+    logits_TE = (torch.randint(values, (T, E), generator=generator) * (9 / values)).to(dtype)
+    sorted_TE, experts_TE = kernels.rank(logits_TE)
+    for row, ranked, experts in zip(logits_TE.tolist(), sorted_TE.tolist(), experts_TE.tolist(), strict=True):
+        order = sorted(range(E), key=lambda e: (-row[e], e))
+        exact = np.exp(np.array(row) - max(row))
+        np.testing.assert_allclose(ranked, (exact / exact.sum())[order], rtol=1e-5)
+        # Logits that differ in their last bit may have one probability; then the lowest id comes first.
+        assert experts == sorted(range(E), key=lambda e: (-ranked[experts.index(e)], e))
+        np.testing.assert_allclose(np.array(row)[experts], np.array(row)[order], rtol=1e-6)
 
 
 @each_set
-def test_ranking_survives_nan(kernels: Kernels) -> None:
-    probs_TE = torch.rand(50, 64)
-    probs_TE[::2, 3:60] = float("nan")
-    sorted_TE, experts_TE = kernels.rank(probs_TE)
-    assert (experts_TE.sort(dim=1).values == torch.arange(64)).all()
-    assert sorted_TE[::2, 7:].isnan().all()
-    assert torch.equal(sorted_TE[::2, :7], probs_TE[::2, [0, 1, 2, 60, 61, 62, 63]].sort(dim=1, descending=True).values)
+@each_dtype
+def test_ranking_survives_what_is_not_finite(kernels: Kernels, dtype: torch.dtype) -> None:
+    """As torch: a row with a NaN or +inf, or of -inf alone, has no probabilities; a few -inf have probability 0."""
+    logits_TE = torch.randn(5, 64).to(dtype)
+    logits_TE[0, 3] = math.nan
+    logits_TE[1, 3] = math.inf
+    logits_TE[2] = -math.inf
+    logits_TE[3, 3:60] = -math.inf
+    sorted_TE, experts_TE = kernels.rank(logits_TE)
+    assert torch.equal(experts_TE.sort(dim=1).values, torch.arange(64).expand(5, 64))
+    assert sorted_TE[:3].isnan().all()
+    expected_TE = torch.softmax(logits_TE, dim=1, dtype=torch.float32).sort(dim=1, descending=True).values
+    torch.testing.assert_close(sorted_TE[3:], expected_TE[3:])
+
+
+@each_set
+@given(data=st.data())
+@settings(deadline=None, max_examples=40)
+def test_what_is_kept_is_what_torch_keeps(kernels: Kernels, data: st.DataObject) -> None:
+    T, E = data.draw(st.integers(0, 9)), data.draw(st.integers(1, 12))
+    K = data.draw(st.integers(0, E))
+    k_T = torch.tensor(data.draw(st.lists(st.integers(0, K), min_size=T, max_size=T)), dtype=torch.int64)
+    sorted_TE, experts_TE = kernels.rank(torch.randn(T, E))
+    expected = Routing.from_ranking(experts_TE[:, :K], sorted_TE[:, :K], k_T, E)
+    kept_TK, weights_TK = kernels.keep(sorted_TE, experts_TE, k_T, K)
+    assert torch.equal(kept_TK, expected.experts_TK)
+    assert torch.equal(weights_TK, expected.weights_TK)
 
 
 def attention_case(
     H: int, G: int, d: int, lengths: list[int], clip: float | None, dtype: torch.dtype
-) -> tuple[Attention, list[Tensor], tuple[Tensor, Tensor], list[KVCache]]:
+) -> tuple[Attention, Tensor, tuple[Tensor, Tensor], list[KVCache]]:
     generator = torch.Generator().manual_seed(H + G + d + len(lengths))
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    T = len(lengths)
+    T, D = len(lengths), H * d
     angles_T1d = torch.rand(T, 1, d // 2, generator=generator).mul(9).repeat(1, 1, 2)
-    of = Attention(1, H, G, random(H * d).abs() + 0.5, random(G * d).abs() + 0.5, 1e-5, clip)
-    config = replace(minimoe.load("tiny").config, num_layers=2, num_heads=H, num_kv_heads=G, hidden_size=H * d)
+    norms = [random(width).abs() + 0.5 for width in (D, D, G * d)]
+    query_DD, key_GdD, value_GdD, out_DD = (random(width, D) / D**0.5 for width in (D, G * d, G * d, D))
+    of = Attention(1, H, G, norms[0], query_DD, key_GdD, value_GdD, norms[1], norms[2], out_DD, 1e-5, clip)
+    config = replace(minimoe.load("tiny").config, num_layers=2, num_heads=H, num_kv_heads=G, hidden_size=D)
     caches = []
     for length in lengths:
         cache = KVCache(config, length + 1 + length % 3, dtype, torch.device("cpu"))
@@ -271,8 +301,7 @@ def attention_case(
         cache.values_LHCd.copy_(random(*cache.values_LHCd.shape))
         cache.length = length
         caches.append(cache)
-    projections = [random(T, H * d), random(T, G * d), random(T, G * d)]
-    return of, projections, (angles_T1d.cos().to(dtype), angles_T1d.sin().to(dtype)), caches
+    return of, random(T, D), (angles_T1d.cos().to(dtype), angles_T1d.sin().to(dtype)), caches
 
 
 @each_set
@@ -287,28 +316,64 @@ def test_a_decode_step_of_attention_is_that_of_torch(
 ) -> None:
     results = []
     for operations in (Operations(), NativeOperations(kernels)):
-        of, projections, rotation, caches = attention_case(H, G, d, lengths, clip, dtype)
-        mixed_TD = operations.attention(of, *projections, rotation, [1] * len(lengths), caches)
-        results.append((mixed_TD, caches))
-    (expected_TD, expected_caches), (mixed_TD, caches) = results
-    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-    torch.testing.assert_close(mixed_TD, expected_TD, **tolerance)
+        of, x_TD, rotation, caches = attention_case(H, G, d, lengths, clip, dtype)
+        y_TD = operations.attention(of, x_TD, operations.sequences([1] * len(lengths), caches, *rotation))
+        results.append((y_TD, caches))
+    (expected_TD, expected_caches), (y_TD, caches) = results
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 3e-2}
+    torch.testing.assert_close(y_TD, expected_TD, **tolerance)
     for ours, theirs, length in zip(caches, expected_caches, lengths, strict=True):
         torch.testing.assert_close(ours.keys_LHCd, theirs.keys_LHCd, **tolerance)
-        assert torch.equal(ours.values_LHCd, theirs.values_LHCd)
-        changed = ours.keys_LHCd != attention_case(H, G, d, lengths, clip, dtype)[3][lengths.index(length)].keys_LHCd
-        assert changed.nonzero()[:, [0, 2]].unique(dim=0).tolist() == [[1, length]]  # one position of one layer
+        torch.testing.assert_close(ours.values_LHCd, theirs.values_LHCd, **tolerance)
+        before = attention_case(H, G, d, lengths, clip, dtype)[3][lengths.index(length)]
+        for now, then in ((ours.keys_LHCd, before.keys_LHCd), (ours.values_LHCd, before.values_LHCd)):
+            assert (now != then).nonzero()[:, [0, 2]].unique(dim=0).tolist() == [[1, length]]  # one position, one layer
 
 
 def test_a_full_cache_is_refused_and_nothing_is_written() -> None:
-    of, projections, rotation, caches = attention_case(2, 1, 8, [3, 4], None, torch.float32)
+    operations = NativeOperations(find_kernels())
+    of, x_TD, rotation, caches = attention_case(2, 1, 8, [3, 4], None, torch.float32)
     before = [cache.keys_LHCd.clone() for cache in caches]
     caches[1].length = caches[1].capacity
     with pytest.raises(IndexError, match="no room"):
-        NativeOperations(find_kernels()).attention(of, *projections, rotation, [1, 1], caches)
+        operations.attention(of, x_TD, operations.sequences([1, 1], caches, *rotation))
     assert all(torch.equal(cache.keys_LHCd, old) for cache, old in zip(caches, before, strict=True))
+    caches[1].length = 4
+    sequences = operations.sequences([1, 1], caches, *rotation)
+    for wrong in (replace(of, layer=2), attention_case(2, 2, 8, [3], None, torch.float32)[0]):
+        with pytest.raises(ValueError, match="fit together"):
+            operations.attention(wrong, x_TD, sequences)
     with pytest.raises(ValueError, match="fit together"):
-        NativeOperations(find_kernels()).attention(of, projections[0], *projections[:2], rotation, [1, 1], caches)
+        operations.attention(of, x_TD[:1], sequences)
+    with pytest.raises(ValueError, match="fit together"):
+        operations.attention(replace(of, out_DD=of.key_GdD), x_TD, sequences)
+    with pytest.raises(ValueError, match="fit together"):
+        StepPlaces([cache.keys_LHCd for cache in caches], [caches[0].values_LHCd] * 2, [3, 4], *rotation)
+
+
+@each_dtype
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_number_that_is_not_finite_is_found(dtype: torch.dtype, value: float) -> None:
+    for operations in (Operations(), NativeOperations(find_kernels())):
+        x_TE = torch.full((3, 5), torch.finfo(dtype).max, dtype=dtype)
+        assert operations.finite(x_TE)
+        x_TE[2, 3] = value
+        assert not operations.finite(x_TE)
+
+
+@each_set
+@each_dtype
+@pytest.mark.parametrize("T", [0, 1, 5])
+def test_the_gate_is_that_of_torch(kernels: Kernels, dtype: torch.dtype, T: int) -> None:
+    x_TD, weight_ED = operands(T, 100, 6, dtype)
+    of = Gate(operands(1, 100, 1, dtype)[1][0], weight_ED, 1e-5)
+    normed_TD, logits_TE = NativeOperations(kernels).gate(of, x_TD)
+    assert torch.equal(normed_TD, kernels.norm(x_TD, of.norm_D, 1e-5))
+    assert torch.equal(logits_TE, product(kernels, normed_TD, weight_ED))
+    with pytest.raises(ValueError, match="fit together"):
+        NativeOperations(kernels).gate(of, x_TD[:, :50])
+    with pytest.raises(ValueError, match="as wide"):
+        NativeOperations(kernels).gate(Gate(of.norm_D[:7], weight_ED, 1e-5), x_TD)
 
 
 @each_set

@@ -10,7 +10,8 @@ from minimoe.experts.bucketed import BucketedExperts
 from minimoe.experts.native import Native
 from minimoe.experts.reference import ReferenceExperts
 from minimoe.linear import has_native_half
-from minimoe.native import DTYPES, best_kernels
+from minimoe.native import best_kernels
+from minimoe.native.places import DTYPES
 
 BACKENDS: dict[str, Callable[..., Backend]] = {
     "native": Native,

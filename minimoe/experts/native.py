@@ -9,7 +9,8 @@ from torch import Tensor
 
 from minimoe.errors import InputError
 from minimoe.experts.base import Experts, ExpertWeights
-from minimoe.native import DTYPES, Kernels, Places, find_kernels
+from minimoe.native import Kernels, find_kernels
+from minimoe.native.places import DTYPES, ExpertPlaces
 from minimoe.operations import NativeOperations
 from minimoe.routing import Routing
 
@@ -45,7 +46,7 @@ class NativeExperts(Experts):
                 f"{sample.device.type}; choose --backend bucketed."
             )
         self._kernels = kernels
-        self._places = Places(weights.gate_EID, weights.up_EID, weights.down_EDI)
+        self._places = ExpertPlaces(weights.gate_EID, weights.up_EID, weights.down_EDI)
 
     def run(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        return self._kernels.experts(x_TD, self._places, routing.experts_TK, routing.weights_TK, routing.k_T)[0]
+        return self._kernels.experts(x_TD, self._places, routing)[0]

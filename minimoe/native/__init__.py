@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from ctypes import byref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor
 
 from minimoe.errors import InputError
+from minimoe.native.places import DTYPES, AttentionPlaces, ExpertPlaces, GatePlaces, StepPlaces, addresses, dtype_of
+from minimoe.routing import Routing
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 NOT_BUILT = "the native kernels were not built on this machine; reinstall minimoe where a C++ compiler is found"
 
 _INT, _INT64, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -51,7 +53,7 @@ class Kernels:
             if weight.dim() != 2 or weight.shape[1] != A:
                 raise ValueError(f"cannot multiply {list(x_TA.shape)} by the transpose of {list(weight.shape)}")
         x_TA, n = x_TA.contiguous(), len(weights)
-        rows = [len(weight) for weight in weights]
+        rows = [weight.shape[0] for weight in weights]
         results = [x_TA.new_empty(T, B) for B in rows]
         self.interface.minimoe_linear(
             self.index,
@@ -62,32 +64,59 @@ class Kernels:
             n,
             (_INT64 * n)(*rows),
             x_TA.data_ptr(),
-            (_POINTER * n)(*[weight.data_ptr() for weight in weights]),
-            (_POINTER * n)(*[result.data_ptr() for result in results]),
+            addresses(weights),
+            addresses(results),
         )
         return results
 
-    def rank(self, probs_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Each token's probabilities, float32, in descending order, NaN last; ties go to the lowest expert.
+    def rank(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Softmax of float32 or bfloat16 logits [T, E] on the CPU, and the experts in descending order of probability.
+
+        Ties go to the lowest expert; NaN comes last.
 
         Returns:
             (sorted_probs_TE float32, experts_TE int64).
         """
-        if probs_TE.dtype is not torch.float32 or not probs_TE.is_cpu or probs_TE.dim() != 2:
-            raise ValueError("the native kernels rank float32 probabilities [T, E] on the CPU")
-        probs_TE = probs_TE.contiguous()
-        T, E = probs_TE.shape
-        sorted_TE, experts_TE = torch.empty_like(probs_TE), torch.empty_like(probs_TE, dtype=torch.int64)
+        _check(logits_TE)
+        logits_TE = logits_TE.contiguous()
+        T, E = logits_TE.shape
+        sorted_TE, experts_TE = torch.empty(T, E), torch.empty(T, E, dtype=torch.int64)
         self.interface.minimoe_rank(
             self.index,
+            DTYPES[logits_TE.dtype],
             torch.get_num_threads(),
             T,
             E,
-            probs_TE.data_ptr(),
+            logits_TE.data_ptr(),
             sorted_TE.data_ptr(),
             experts_TE.data_ptr(),
         )
         return sorted_TE, experts_TE
+
+    def keep(self, sorted_probs_TE: Tensor, experts_TE: Tensor, k_T: Tensor, K: int) -> tuple[Tensor, Tensor]:
+        """The first k_T of each token's ranked experts in K slots: weight 0 and the id E in the slots after them.
+
+        Args:
+            sorted_probs_TE, experts_TE: float32 and int64, as from `rank`.
+            k_T: int64, from 0 to K; K is at most E.
+
+        Returns:
+            (experts_TK int64, weights_TK float32).
+        """
+        T, E = experts_TE.shape
+        sorted_probs_TE, experts_TE, k_T = sorted_probs_TE.contiguous(), experts_TE.contiguous(), k_T.contiguous()
+        kept_TK, weights_TK = torch.empty(T, K, dtype=torch.int64), torch.empty(T, K)
+        self.interface.minimoe_keep(
+            T,
+            E,
+            K,
+            sorted_probs_TE.data_ptr(),
+            experts_TE.data_ptr(),
+            k_T.data_ptr(),
+            kept_TK.data_ptr(),
+            weights_TK.data_ptr(),
+        )
+        return kept_TK, weights_TK
 
     def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight: statistics in float32, back to x's dtype, then the weight."""
@@ -110,112 +139,70 @@ class Kernels:
         )
         return y_TD
 
-    def attention(
-        self,
-        q_TD: Tensor,
-        k_TGd: Tensor,
-        v_TGd: Tensor,
-        q_norm_D: Tensor,
-        k_norm_Gd: Tensor,
-        cos_T1d: Tensor,
-        sin_T1d: Tensor,
-        *,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        lengths: Sequence[int],
-        layer: int,
-        eps: float,
-        clip: float | None,
-    ) -> Tensor:
-        """One new token of each of T sequences, from its projections to its mix of values.
+    def finite(self, x_TA: Tensor) -> bool:
+        """Whether all numbers are finite."""
+        _check(x_TA)
+        x_TA = x_TA.contiguous()
+        return bool(self.interface.minimoe_finite(DTYPES[x_TA.dtype], x_TA.numel(), x_TA.data_ptr()))
 
-        Norms over the whole projections, clipping, rotary positions, one more key and value written at the end of
-        the sequence's cache, and attention to all of them.
+    def gate(self, x_TD: Tensor, places: GatePlaces) -> tuple[Tensor, Tensor]:
+        """The norm of x_TD, and its product with the gate's matrix: (normed_TD, logits_TE)."""
+        x_TD = _fitting(x_TD, places)
+        T = x_TD.shape[0]
+        normed_TD, logits_TE = torch.empty_like(x_TD), x_TD.new_empty(T, places.E)
+        self.interface.minimoe_gate(
+            self.index,
+            torch.get_num_threads(),
+            byref(places),
+            T,
+            x_TD.data_ptr(),
+            normed_TD.data_ptr(),
+            logits_TE.data_ptr(),
+        )
+        return normed_TD, logits_TE
 
-        Args:
-            keys, values: of each sequence [layers, G, room, d].
-            lengths: positions of each that are filled.
+    def attention(self, x_TD: Tensor, places: AttentionPlaces, steps: StepPlaces) -> Tensor:
+        """One new token of each of T sequences: x_TD plus what attention adds to it.
+
+        Norm, projections, their norms, clipping, rotary positions, one more key and value written at the end of the
+        sequence's cache, attention to all of them, the output projection and the sum, all in one call: a call costs
+        more time than most of these.
 
         Raises:
-            ValueError: shapes that do not fit together.
+            ValueError: tokens, weights and caches that do not fit together.
             IndexError: a cache without room.
         """
-        _check(q_TD, q_norm_D, k_norm_Gd, cos_T1d, sin_T1d, *keys, *values)
-        T, _, d = cos_T1d.shape
-        G = keys[0].shape[1] if keys else 0
-        width, kv_width = q_norm_D.numel(), k_norm_Gd.numel()
-        fitting = (
-            len(keys) == len(values) == len(lengths) == T > 0
-            and q_TD.shape == (T, width)
-            and k_TGd.shape == v_TGd.shape == (T, kv_width)
-            and kv_width == G * d
-            and width % kv_width == 0
-            and sin_T1d.shape == cos_T1d.shape
-            and all(
-                k.shape == v.shape and k.shape[1::2] == (G, d) and layer < len(k)
-                for k, v in zip(keys, values, strict=True)
-            )
-        )
-        if not fitting or d % 2:
-            raise ValueError("projections, norms, rotation and caches do not fit together")
-        q_TD, k_TGd, v_TGd = q_TD.contiguous(), k_TGd.contiguous(), v_TGd.contiguous()
-        y_TD = torch.empty_like(q_TD)
+        x_TD = _fitting(x_TD, places)
+        fitting = steps.dtype is places.dtype and (steps.T, steps.G, steps.d) == (len(x_TD), places.G, places.d)
+        if not fitting or places.layer >= steps.layers:
+            raise ValueError("tokens, weights and caches do not fit together")
+        y_TD = torch.empty_like(x_TD)
         failed = self.interface.minimoe_attention(
-            self.index,
-            DTYPES[q_TD.dtype],
-            torch.get_num_threads(),
-            T,
-            width // d,
-            G,
-            d,
-            layer,
-            eps,
-            float("inf") if clip is None else clip,
-            *(tensor.data_ptr() for tensor in (q_TD, k_TGd, v_TGd, q_norm_D, k_norm_Gd, cos_T1d, sin_T1d)),
-            (_POINTER * T)(*[tensor.data_ptr() for tensor in keys]),
-            (_POINTER * T)(*[tensor.data_ptr() for tensor in values]),
-            (_INT64 * T)(*lengths),
-            (_INT64 * T)(*[tensor.shape[2] for tensor in keys]),
-            y_TD.data_ptr(),
+            self.index, torch.get_num_threads(), byref(places), byref(steps), x_TD.data_ptr(), y_TD.data_ptr()
         )
         if failed:
             raise IndexError("a cache has no room for one more position")
         return y_TD
 
-    def experts(
-        self, x_TD: Tensor, places: Places, experts_TK: Tensor, weights_TK: Tensor, k_T: Tensor
-    ) -> tuple[Tensor, int]:
+    def experts(self, x_TD: Tensor, places: ExpertPlaces, routing: Routing) -> tuple[Tensor, int]:
         """The weighted sum of each token's live experts, and the multiply-adds done with expert weights.
 
-        Args:
-            x_TD: in the dtype of the experts' matrices.
-            places: of the matrices; whoever made them keeps the matrices alive.
-            experts_TK, weights_TK, k_T: int64, float32 and int64, as in a Routing.
-
         Raises:
-            ValueError: an expert or a k that is out of range.
+            ValueError: tokens and experts that do not fit together, an expert or a k that is out of range.
         """
-        _check(x_TD)
-        (T, D), K = x_TD.shape, experts_TK.shape[1]
-        if D != places.D or weights_TK.shape != (T, K) or experts_TK.shape != (T, K) or k_T.shape != (T,):
+        x_TD = _fitting(x_TD, places)
+        T, K = routing.experts_TK.shape
+        if len(x_TD) != T or routing.weights_TK.shape != (T, K) or routing.k_T.shape != (T,):
             raise ValueError("tokens, routing and experts do not fit together")
-        x_TD, experts_TK, weights_TK, k_T = (
-            tensor.contiguous() for tensor in (x_TD, experts_TK, weights_TK.float(), k_T)
-        )
-        y_TD = torch.empty_like(x_TD)
+        experts_TK, weights_TK = routing.experts_TK.contiguous(), routing.weights_TK.float().contiguous()
+        k_T, y_TD = routing.k_T.contiguous(), torch.empty_like(x_TD)
         done = self.interface.minimoe_experts(
             self.index,
-            DTYPES[x_TD.dtype],
             torch.get_num_threads(),
+            byref(places),
             T,
-            D,
-            places.I,
-            len(places.gate),
             K,
             x_TD.data_ptr(),
-            places.gate,
-            places.up,
-            places.down,
             experts_TK.data_ptr(),
             weights_TK.data_ptr(),
             k_T.data_ptr(),
@@ -226,35 +213,21 @@ class Kernels:
         return y_TD, done
 
 
-class Places:
-    """Where the matrices of one layer's experts lie in memory: E addresses of each kind.
-
-    Raises:
-        ValueError: matrices of different shapes, or of a kind that the kernels do not read.
-    """
-
-    def __init__(self, gate_EID: Sequence[Tensor], up_EID: Sequence[Tensor], down_EDI: Sequence[Tensor]) -> None:
-        self.I, self.D = gate_EID[0].shape
-        for matrices, shape in ((gate_EID, (self.I, self.D)), (up_EID, (self.I, self.D)), (down_EDI, (self.D, self.I))):
-            if len(matrices) != len(gate_EID) or any(matrix.shape != shape for matrix in matrices):
-                raise ValueError("the experts of a layer all have the same shape")
-            _check(*matrices)
-        self.gate, self.up, self.down = (
-            (ctypes.c_void_p * len(matrices))(*(matrix.data_ptr() for matrix in matrices))
-            for matrices in (gate_EID, up_EID, down_EDI)
+def _fitting(x_TD: Tensor, places: ExpertPlaces | AttentionPlaces | GatePlaces) -> Tensor:
+    """Tokens that weights can be run on, row after row."""
+    if x_TD.dtype is not places.dtype or not x_TD.is_cpu or x_TD.dim() != 2 or x_TD.shape[1] != places.D:
+        raise ValueError(
+            f"weights of {places.D} inputs in {places.dtype} do not fit together with {x_TD.dtype} "
+            f"{list(x_TD.shape)} on {x_TD.device}"
         )
+    return x_TD.contiguous()
 
 
-def _check(*tensors: Tensor) -> None:
-    """The first is an activation; the others are read as they lie."""
-    dtype = tensors[0].dtype
-    if dtype not in DTYPES:
-        raise ValueError(f"the native kernels do not run {dtype}")
-    for tensor in tensors:
-        if tensor.dtype is not dtype or not tensor.is_cpu:
-            raise ValueError(f"the native kernels do not run {tensor.dtype} on {tensor.device} with {dtype}")
-        if tensor is not tensors[0] and not tensor.is_contiguous():
-            raise ValueError("the native kernels read a weight as it lies, row after row")
+def _check(x_TA: Tensor, *weights: Tensor) -> None:
+    """An activation and weights that are read as they lie."""
+    dtype = dtype_of(*weights) if weights else x_TA.dtype
+    if x_TA.dtype is not dtype or dtype not in DTYPES or not x_TA.is_cpu or x_TA.dim() != 2:
+        raise ValueError(f"the native kernels do not run {x_TA.dtype} {list(x_TA.shape)} on {x_TA.device} here")
 
 
 @functools.cache
@@ -270,12 +243,17 @@ def instruction_sets() -> tuple[Kernels, ...]:
     library.minimoe_set_name.restype = ctypes.c_char_p
     library.minimoe_linear.argtypes = [*[_INT] * 3, *[_INT64] * 3, *[_POINTER] * 4]
     library.minimoe_linear.restype = None
-    library.minimoe_rank.argtypes = [*[_INT] * 2, *[_INT64] * 2, *[_POINTER] * 3]
+    library.minimoe_rank.argtypes = [*[_INT] * 3, *[_INT64] * 2, *[_POINTER] * 3]
     library.minimoe_rank.restype = None
+    library.minimoe_keep.argtypes = [*[_INT64] * 3, *[_POINTER] * 5]
+    library.minimoe_keep.restype = None
     library.minimoe_norm.argtypes = [*[_INT] * 3, *[_INT64] * 2, _FLOAT, *[_POINTER] * 3]
     library.minimoe_norm.restype = None
-    library.minimoe_attention.argtypes = [*[_INT] * 3, *[_INT64] * 5, *[_FLOAT] * 2, *[_POINTER] * 12]
-    library.minimoe_experts.argtypes = [*[_INT] * 3, *[_INT64] * 5, *[_POINTER] * 8]
+    library.minimoe_finite.argtypes = [_INT, _INT64, _POINTER]
+    library.minimoe_gate.argtypes = [*[_INT] * 2, _POINTER, _INT64, *[_POINTER] * 3]
+    library.minimoe_gate.restype = None
+    library.minimoe_attention.argtypes = [*[_INT] * 2, *[_POINTER] * 4]
+    library.minimoe_experts.argtypes = [*[_INT] * 2, _POINTER, *[_INT64] * 2, *[_POINTER] * 5]
     library.minimoe_experts.restype = _INT64
     return tuple(
         Kernels(library.minimoe_set_name(index).decode(), index, library)

@@ -1,11 +1,40 @@
 // What ctypes sees: the instruction sets by name, and each kernel with the set to use.
+#include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <vector>
 
+#include "bfloat16.h"
 #include "kernels.h"
 
 namespace {
 
 using namespace minimoe;
+
+// What lies in one place over many calls, as minimoe/native/places.py writes it down.
+struct ExpertPlaces {
+    int64_t dtype, D, I, E;
+    const void *const *gate, *const *up, *const *down;
+};
+
+struct AttentionPlaces {
+    int64_t dtype, D, H, G, d, layer;
+    float eps, clip;
+    const void *const *weights;  // norm, query, key, value, query norm, key norm, output
+};
+
+struct GatePlaces {
+    int64_t dtype, D, E;
+    float eps;
+    const void *norm, *gate;
+};
+
+struct StepPlaces {
+    int64_t T;
+    const void *cos, *sin;
+    void *const *keys, *const *values;
+    const int64_t *lengths, *rooms;
+};
 
 struct Named {
     const char *name;
@@ -23,6 +52,16 @@ const Named SETS[] = {
 
 const int COUNT = sizeof SETS / sizeof SETS[0];
 
+template <class W>
+void add(const W *x, int64_t n, W *y) {
+    for (int64_t i = 0; i < n; i++) y[i] = narrow<W>(widen(x[i]) + widen(y[i]));
+}
+
+template <class W>
+bool finite(const W *x, int64_t n) {
+    return std::all_of(x, x + n, [](W value) { return std::isfinite(widen(value)); });
+}
+
 }  // namespace
 
 extern "C" {
@@ -38,20 +77,32 @@ void minimoe_linear(int set, int dtype, int threads, int64_t T, int64_t A, int64
     SETS[set].kernels->linear({T, A, n, B, x, w, y}, DType(dtype), threads);
 }
 
-void minimoe_rank(int set, int threads, int64_t T, int64_t E, const float *probs, float *sorted, int64_t *experts) {
-    SETS[set].kernels->rank({T, E, probs, sorted, experts}, threads);
+void minimoe_rank(int set, int dtype, int threads, int64_t T, int64_t E, const void *logits, float *sorted,
+                  int64_t *experts) {
+    SETS[set].kernels->rank({T, E, logits, sorted, experts}, DType(dtype), threads);
+}
+
+// The first k[t] of token t's E ranked experts in K slots: weight 0 and the id E in the slots after them.
+void minimoe_keep(int64_t T, int64_t E, int64_t K, const float *sorted, const int64_t *ranked, const int64_t *k,
+                  int64_t *experts, float *weights) {
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t j = 0; j < K; j++) {
+            const bool live = j < k[t];
+            experts[t * K + j] = live ? ranked[t * E + j] : E;
+            weights[t * K + j] = live ? sorted[t * E + j] : 0.0f;
+        }
 }
 
 // Returns the multiply-adds done with expert weights, or -1 where k or an expert's id is out of range: nothing was read.
-int64_t minimoe_experts(int set, int dtype, int threads, int64_t T, int64_t D, int64_t I, int64_t E, int64_t K,
-                        const void *x, const void *const *gate, const void *const *up, const void *const *down,
+int64_t minimoe_experts(int set, int threads, const ExpertPlaces *of, int64_t T, int64_t K, const void *x,
                         const int64_t *experts, const float *weights, const int64_t *k, void *y) {
     for (int64_t t = 0; t < T; t++) {
         if (k[t] < 0 || k[t] > K) return -1;
         for (int64_t j = 0; j < k[t]; j++)
-            if (experts[t * K + j] < 0 || experts[t * K + j] >= E) return -1;
+            if (experts[t * K + j] < 0 || experts[t * K + j] >= of->E) return -1;
     }
-    return SETS[set].kernels->experts({T, D, I, E, K, x, gate, up, down, experts, weights, k, y}, DType(dtype), threads);
+    return SETS[set].kernels->experts(
+        {T, of->D, of->I, of->E, K, x, of->gate, of->up, of->down, experts, weights, k, y}, DType(of->dtype), threads);
 }
 
 void minimoe_norm(int set, int dtype, int threads, int64_t T, int64_t D, float eps, const void *x, const void *w,
@@ -59,16 +110,36 @@ void minimoe_norm(int set, int dtype, int threads, int64_t T, int64_t D, float e
     SETS[set].kernels->norm({T, D, eps, x, w, y}, DType(dtype), threads);
 }
 
-// Returns -1 where a cache has no room for one more position: nothing was read or written.
-int minimoe_attention(int set, int dtype, int threads, int64_t T, int64_t H, int64_t G, int64_t d, int64_t layer,
-                      float eps, float clip, const void *q, const void *k, const void *v, const void *q_norm,
-                      const void *k_norm, const void *cos, const void *sin, void *const *keys, void *const *values,
-                      const int64_t *lengths, const int64_t *capacities, void *y) {
+int minimoe_finite(int dtype, int64_t n, const void *x) {
+    return dtype == FLOAT32 ? finite(static_cast<const float *>(x), n) : finite(static_cast<const bfloat16 *>(x), n);
+}
+
+void minimoe_gate(int set, int threads, const GatePlaces *of, int64_t T, const void *x, void *normed, void *logits) {
+    const Kernels &run = *SETS[set].kernels;
+    run.norm({T, of->D, of->eps, x, of->norm, normed}, DType(of->dtype), threads);
+    run.linear({T, of->D, 1, &of->E, normed, &of->gate, &logits}, DType(of->dtype), threads);
+}
+
+// One new token of each of T sequences: y = x plus what attention adds to it. Returns -1 where a cache has no room for
+// one more position: nothing was read or written.
+int minimoe_attention(int set, int threads, const AttentionPlaces *of, const StepPlaces *at, const void *x, void *y) {
+    const int64_t T = at->T, D = of->D, H = of->H, G = of->G, d = of->d;
     for (int64_t t = 0; t < T; t++)
-        if (lengths[t] < 0 || lengths[t] >= capacities[t]) return -1;
-    SETS[set].kernels->attention({T, H, G, d, layer, eps, clip, q, k, v, q_norm, k_norm, cos, sin, keys, values,
-                                  lengths, capacities, y},
-                                 DType(dtype), threads);
+        if (at->lengths[t] < 0 || at->lengths[t] >= at->rooms[t]) return -1;
+    const Kernels &run = *SETS[set].kernels;
+    const DType dtype = DType(of->dtype);
+    const int64_t rows[] = {H * d, G * d, G * d}, size = dtype == FLOAT32 ? 4 : 2;
+    std::vector<char> normed(T * D * size), q(T * rows[0] * size), k(T * rows[1] * size), v(T * rows[2] * size);
+    std::vector<char> mixed(q.size());
+    run.norm({T, D, of->eps, x, of->weights[0], normed.data()}, dtype, threads);
+    void *const projections[] = {q.data(), k.data(), v.data()};
+    run.linear({T, D, 3, rows, normed.data(), of->weights + 1, projections}, dtype, threads);
+    run.attention({T, H, G, d, of->layer, of->eps, of->clip, q.data(), k.data(), v.data(), of->weights[4],
+                   of->weights[5], at->cos, at->sin, at->keys, at->values, at->lengths, at->rooms, mixed.data()},
+                  dtype, threads);
+    run.linear({T, H * d, 1, &D, mixed.data(), of->weights + 6, &y}, dtype, threads);
+    dtype == FLOAT32 ? add(static_cast<const float *>(x), T * D, static_cast<float *>(y))
+                     : add(static_cast<const bfloat16 *>(x), T * D, static_cast<bfloat16 *>(y));
     return 0;
 }
 }

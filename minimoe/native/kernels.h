@@ -57,10 +57,11 @@ struct Attention {
     void *y;                           // [T, H * d]
 };
 
-// Each row of probabilities in descending order, and which expert each belongs to; ties go to the lowest id.
+// Softmax of each row of logits, in descending order, and which expert each probability belongs to; ties go to the
+// lowest id.
 struct Rank {
     int64_t T, E;
-    const float *probs;  // [T, E]
+    const void *logits;  // [T, E]
     float *sorted;       // [T, E]
     int64_t *experts;    // [T, E]
 };
@@ -71,7 +72,7 @@ struct Kernels {
     int64_t (*experts)(const Experts &, DType, int threads);
     void (*norm)(const Norm &, DType, int threads);
     void (*attention)(const Attention &, DType, int threads);
-    void (*rank)(const Rank &, int threads);
+    void (*rank)(const Rank &, DType, int threads);
 };
 
 extern const Kernels scalar_kernels;

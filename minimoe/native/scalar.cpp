@@ -109,8 +109,8 @@ void attention(const Attention &a, DType dtype, int) {
     dtype == FLOAT32 ? attention_of<float>(a) : attention_of<bfloat16>(a);
 }
 
-void rank(const Rank &r, int) {
-    for (int64_t t = 0; t < r.T; t++) rank_token(r, t);
+void rank(const Rank &r, DType dtype, int) {
+    for (int64_t t = 0; t < r.T; t++) dtype == FLOAT32 ? rank_token<float>(r, t) : rank_token<bfloat16>(r, t);
 }
 
 bool supported() { return true; }

@@ -400,9 +400,9 @@ void attention(const Attention &a, DType dtype, int threads) {
     dtype == FLOAT32 ? attention_of<float>(a, threads) : attention_of<bfloat16>(a, threads);
 }
 
-void rank(const Rank &r, int threads) {
+void rank(const Rank &r, DType dtype, int threads) {
 #pragma omp parallel for num_threads(r.T < 64 ? 1 : threads) schedule(static)
-    for (int64_t t = 0; t < r.T; t++) rank_token(r, t);
+    for (int64_t t = 0; t < r.T; t++) dtype == FLOAT32 ? rank_token<float>(r, t) : rank_token<bfloat16>(r, t);
 }
 
 bool supported() { return SUPPORTED; }

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minimoe.errors import InputError, shown
 from minimoe.native import best_kernels
+from minimoe.native.places import DTYPES
 from minimoe.probe import Phase
 from minimoe.routing import Routing
 
@@ -82,11 +83,19 @@ def rank(logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         (sorted_probs_TE float32, experts_TE int64). The sort is stable, which is what settles ties alike
         on every device; torch.topk does not.
     """
-    probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
     kernels = best_kernels()
-    if kernels and probs_TE.is_cpu and not probs_TE.requires_grad:
-        return kernels.rank(probs_TE)
+    if kernels and logits_TE.is_cpu and logits_TE.dtype in DTYPES and not logits_TE.requires_grad:
+        return kernels.rank(logits_TE)
+    probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
     return torch.sort(probs_TE, dim=-1, descending=True, stable=True)
+
+
+def keep(sorted_probs_TE: Tensor, experts_TE: Tensor, k_T: Tensor, slots: int) -> Routing:
+    """The Routing of each token's k_T best experts, as ranked by `rank`, in so many slots."""
+    kernels = best_kernels()
+    if kernels and sorted_probs_TE.is_cpu and not sorted_probs_TE.requires_grad:
+        return Routing(*kernels.keep(sorted_probs_TE, experts_TE, k_T, slots), k_T, experts_TE.shape[1])
+    return Routing.from_ranking(experts_TE[:, :slots], sorted_probs_TE[:, :slots], k_T, experts_TE.shape[1])
 
 
 def decide(router: Router, logits_TE: Tensor, context: RouterContext) -> Routing:
@@ -170,7 +179,7 @@ class PrefixRouter(Router):
             raise InputError(f"the router's floor {shown(self.floor)} is above its cap of {limit} experts a token.")
         sorted_probs_TE, experts_TE = rank(logits_TE)
         k_T = self._checked(self.count(sorted_probs_TE, context), logits_TE.shape[0]).clamp(self.floor, limit)
-        routing = Routing.from_ranking(experts_TE[:, :limit], sorted_probs_TE[:, :limit], k_T, num_experts)
+        routing = keep(sorted_probs_TE, experts_TE, k_T, limit)
         wanted_T = self._mass(sorted_probs_TE, context)
         if wanted_T is None:
             return routing
