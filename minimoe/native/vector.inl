@@ -334,25 +334,36 @@ void norm_of(const Norm &n, int threads) {
     }
 }
 
-// y[i] = sum over s of weights[s] * values[s, i] for i < d, in float32.
+// y[i] += sum over R positions of weights[s] * values[s, i], in order, for whole blocks of places; y is packed.
+template <class W, int R>
+inline void add_positions(const float *weights, const W *values, int64_t d, int64_t whole, float *y) {
+    for (int64_t i = 0; i < whole; i += STEP) {
+        Floats firsts = load<Floats>(y + i), seconds = load<Floats>(y + i + WIDTH);
+        for (int r = 0; r < R; r++) {
+            __builtin_prefetch(values + (r + AHEAD * R) * d + i, 0, 0);
+            firsts += weights[r] * first(values + r * d + i);
+            seconds += weights[r] * second(values + r * d + i);
+        }
+        std::memcpy(y + i, &firsts, sizeof firsts);
+        std::memcpy(y + i + WIDTH, &seconds, sizeof seconds);
+    }
+}
+
+// y[i] = sum over s of weights[s] * values[s, i] for i < d, in float32. Values are read from front to back.
 template <class W>
 void mix(const float *weights, const W *values, int64_t positions, int64_t d, float *y) {
-    int64_t i = 0;
-    for (; i + STEP <= d; i += STEP) {
-        Floats firsts = {}, seconds = {};
-        for (int64_t s = 0; s < positions; s++) {
-            firsts += weights[s] * first(values + s * d + i);
-            seconds += weights[s] * second(values + s * d + i);
-        }
+    const int64_t whole = d / STEP * STEP;
+    std::fill_n(y, d, 0.0f);
+    int64_t s = 0;
+    for (; s + 4 <= positions; s += 4) add_positions<W, 4>(weights + s, values + s * d, d, whole, y);
+    for (; s < positions; s++) add_positions<W, 1>(weights + s, values + s * d, d, whole, y);
+    for (int64_t i = 0; i < whole; i += STEP) {
         float packed[STEP];
-        std::memcpy(packed, &firsts, sizeof firsts);
-        std::memcpy(packed + WIDTH, &seconds, sizeof seconds);
+        std::copy_n(y + i, STEP, packed);
         for (int64_t j = 0; j < STEP; j++) y[i + j] = packed[packed_place<W>(j)];
     }
-    for (; i < d; i++) {
-        y[i] = 0;
+    for (int64_t i = whole; i < d; i++)
         for (int64_t s = 0; s < positions; s++) y[i] += weights[s] * widen(values[s * d + i]);
-    }
 }
 
 template <class W>

@@ -1,0 +1,150 @@
+"""What a decode step of one sequence spends on everything but the products with weights, which the memory limits.
+
+    python -m bench.step --layers 16               # on the synthetic checkpoint, written first if need be
+
+Whole steps (model, head and the choice of a token, as `generate` runs them) take turns with their products alone: the
+experts of each layer, and all other matrices in one call. What is left is norms, RoPE, attention over the cache, the
+rule, sampling and Python. The rule is timed inside the steps, where the processor's caches hold nothing of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.report import Spread, at_least_one, machine, publish, table
+from bench.synthetic import DEFAULT_GATE_SCALE, DEFAULT_LAYERS, Recipe, default_folder, write
+from minimoe.cache import KVCache
+from minimoe.engine import Engine, load
+from minimoe.errors import InputError
+from minimoe.model import Batch
+from minimoe.probe import Probe
+from minimoe.routers import Router
+from minimoe.routers.spec import parse_router
+from minimoe.routing import Routing
+from minimoe.sampling import Sampler, Sampling
+
+RULES = ("top_k", "elbow")
+AROUND_BAR = 0.08  # of a step
+RULE_BAR = 0.02
+
+
+class RuleTime(Probe):
+    """Seconds that the rule took in all layers of the last pass."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def span(self, name: str, layer: int | None = None) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if name == "rule":
+            self.seconds += time.perf_counter() - start
+
+
+def whole_step(engine: Engine, router: Router, cache: KVCache, sampler: Sampler, probe: Probe | None = None) -> float:
+    """Seconds from a random token to the choice of the next one."""
+    ids_1 = torch.randint(engine.config.vocab_size, (1,))
+    start = time.perf_counter()
+    hidden_1D = engine.model.forward(Batch(ids_1, [1], [cache], "decode"), router, probe)
+    sampler.choose(engine.model.head(hidden_1D)[0], (), step=cache.length)
+    return time.perf_counter() - start
+
+
+def products_alone(engine: Engine, routings: list[Routing]) -> float:
+    """Seconds of a step's products with weights, one after the other, on random hidden states."""
+    model = engine.model
+    x_1D = torch.randn(1, engine.config.hidden_size).to(model.dtype)
+    matrices = [model.head_VD]
+    for layer in model.layers:
+        of = layer.attention
+        matrices += [of.query_DD, of.key_GdD, of.value_GdD, of.out_DD, layer.gate.weight_ED]
+    start = time.perf_counter()
+    for layer, routing in zip(model.layers, routings, strict=True):
+        layer.experts.run(x_1D, routing)
+    model.operations.linears(x_1D, matrices)
+    return time.perf_counter() - start
+
+
+def random_routings(engine: Engine) -> list[Routing]:
+    """Experts of one token in each layer, as many as top-k takes."""
+    E, k = engine.config.num_experts, engine.config.top_k
+    chosen = [torch.randperm(E)[None, :k] for _ in engine.model.layers]
+    return [Routing(experts_1K, torch.full((1, k), 1 / k), torch.tensor([k]), E) for experts_1K in chosen]
+
+
+def measure(engine: Engine, rounds: int, context: int) -> tuple[Spread, Spread, dict[str, Spread]]:
+    """Seconds of whole steps by top-k, of their products, and the share of each rule in steps of its own."""
+    config, model = engine.config, engine.model
+    rules = {name: parse_router(name) for name in RULES}
+    with torch.inference_mode():
+        cache = KVCache(config, context + (len(rules) + 1) * (rounds + 1), model.dtype, model.device)
+        # A prompt that uses every expert brings the pages of the file into this process.
+        model.forward(Batch(torch.randint(config.vocab_size, (context,)), [context], [cache]), rules["top_k"])
+        sampler = Sampler(Sampling(temperature=0))
+        steps, products = [], []
+        shares: dict[str, list[float]] = {name: [] for name in rules}
+        for turn in range(rounds + 1):
+            step, product = (
+                whole_step(engine, rules["top_k"], cache, sampler),
+                products_alone(engine, random_routings(engine)),
+            )
+            probes = {name: RuleTime() for name in rules}
+            seconds = {name: whole_step(engine, rules[name], cache, sampler, probes[name]) for name in rules}
+            if turn:
+                steps.append(step)
+                products.append(product)
+                for name, values in shares.items():
+                    values.append(probes[name].seconds / seconds[name])
+    return Spread.of(steps), Spread.of(products), {name: Spread.of(values) for name, values in shares.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", type=Path, help="a folder; by default the synthetic checkpoint of bench.synthetic")
+    parser.add_argument("--layers", type=at_least_one, default=DEFAULT_LAYERS, help="of it; 16 is the whole model")
+    parser.add_argument("--context", type=at_least_one, default=512, help="tokens in the cache before the first step")
+    parser.add_argument("--rounds", type=at_least_one, default=50)
+    parser.add_argument("--threads", type=at_least_one, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--save", action="store_true", help="keep table and JSON under bench/results/")
+    arguments = parser.parse_args()
+    about = machine(arguments.threads)
+    folder = arguments.model or default_folder(arguments.layers, DEFAULT_GATE_SCALE)
+    try:
+        if arguments.model is None:
+            write(folder, Recipe(changes={"num_hidden_layers": arguments.layers}))
+        engine = load(folder, threads=arguments.threads)
+    except InputError as error:
+        parser.error(str(error))
+    step, products, rules = measure(engine, arguments.rounds, arguments.context)
+    around = 1 - products.median / step.median
+    rows = [
+        ["whole step, ms", step.text(1e3), ""],
+        ["its products alone, ms", products.text(1e3), ""],
+        ["all else, % of the step", f"{100 * around:.1f}", f"{100 * AROUND_BAR:.0f}"],
+        *([f"rule {name}, % of its step", s.text(100, 2), f"{100 * RULE_BAR:.0f}"] for name, s in rules.items()),
+    ]
+    text = f"{table(['one decode step', 'median', 'at most'], rows)}\n\n"
+    text += f"Model: {folder.name}, backend {engine.backend}, after {arguments.context} tokens."
+    result: dict[str, Any] = {
+        "machine": about,
+        "model": {"name": folder.name, "layers": engine.config.num_layers, "backend": engine.backend},
+        "context": arguments.context,
+        "step_seconds": step,
+        "product_seconds": products,
+        "around_share": around,
+        "rule_shares": rules,
+    }
+    publish(f"step-{engine.config.num_layers}-layers", text, result, arguments.save)
+
+
+if __name__ == "__main__":
+    main()
