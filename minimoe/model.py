@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -27,6 +28,7 @@ from minimoe.experts import Backend, ExpertWeights
 from minimoe.operations import Attention
 from minimoe.probe import Phase, Probe
 from minimoe.routers import Router, RouterContext, decide
+from minimoe.routing import Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,33 @@ class Batch:
     def last_rows(self) -> list[int]:
         """The row of each sequence's last new token."""
         return [end - 1 for end in accumulate(self.new)]
+
+
+class Pass(ABC):
+    """What one run through the layers does with its tokens wherever it is no matter of weights.
+
+    There are two: `Olmoe.forward` has one with the host in the loop, for sequences of any lengths and every rule, and
+    minimoe.decoding one for decode steps in which the device decides everything.
+
+    Attributes:
+        ids_T: int64 token ids.
+        rotation: cosines and sines [T, 1, d] of the positions' angles, see Olmoe.rotation.
+    """
+
+    ids_T: Tensor
+    rotation: tuple[Tensor, Tensor]
+
+    @abstractmethod
+    def attend(self, of: Attention, q_TD: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        """From projections to each token's mix of values, see Operations.attention."""
+
+    @abstractmethod
+    def check(self, layer: int, logits_TE: Tensor) -> None:
+        """Refuse router logits that are not finite, now or when the run is over."""
+
+    @abstractmethod
+    def route(self, layer: int, logits_TE: Tensor) -> Routing:
+        """What the rule decides."""
 
 
 class Olmoe:
@@ -96,33 +125,26 @@ class Olmoe:
             NumericalError: router logits that are not finite; names the layer.
         """
         probe = probe or Probe()
-        past = batch.past
-        probe.step(batch.phase, batch.new, past)
-        positions_T = torch.cat([torch.arange(p, p + n) for p, n in zip(past, batch.new, strict=True)]).to(self.device)
-        sequence_T = torch.repeat_interleave(torch.arange(len(batch.new)), torch.tensor(batch.new)).to(self.device)
-        # Angles in float32, whatever the model's dtype: position x base^(-2i/d), twice for the half-split pairs.
-        angles_T1d = (positions_T.float()[:, None] * self.inverse_d2).repeat(1, 2)[:, None]
-        rotation = angles_T1d.cos().to(self.dtype), angles_T1d.sin().to(self.dtype)
-        with probe.span("embed"):
-            x_TD = F.embedding(batch.ids_T, self.embed_VD)
-        for index, layer in enumerate(self.layers):
-            context = RouterContext(
-                layer=index,
-                phase=batch.phase,
-                ids_T=batch.ids_T,
-                positions_T=positions_T,
-                sequence_T=sequence_T,
-                top_k=self.config.top_k,
-                norm_topk_prob=self.config.norm_topk_prob,
-                generator=generator,
-                num_layers=self.config.num_layers,
-                checkpoint=self.fingerprint,
-            )
-            x_TD = layer.forward(x_TD, rotation, batch, router, context, probe)
+        probe.step(batch.phase, batch.new, batch.past)
+        hidden_TD = self.run(_HostPass(self, batch, router, generator), probe)
         for cache, count in zip(batch.caches or (), batch.new, strict=False):
             cache.advance(count)
+        return hidden_TD
+
+    def run(self, tokens: Pass, probe: Probe) -> Tensor:
+        """All layers over the tokens of a pass; hidden_TD after the final norm."""
+        with probe.span("embed"):
+            x_TD = F.embedding(tokens.ids_T, self.embed_VD)
+        for layer in self.layers:
+            x_TD = layer.forward(x_TD, tokens, probe)
         with probe.span("norm"):
             return self.operations.norm(x_TD, self.norm_D, self.config.rms_norm_eps)
+
+    def rotation(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [T, 1, d] of the angles at these positions, in the model's dtype."""
+        # Angles in float32, whatever the model's dtype: position x base^(-2i/d), twice for the half-split pairs.
+        angles_T1d = (positions_T.float()[:, None] * self.inverse_d2).repeat(1, 2)[:, None]
+        return angles_T1d.cos().to(self.dtype), angles_T1d.sin().to(self.dtype)
 
     def fingerprint(self) -> str:
         """What tells this checkpoint from others, the same in every dtype and place.
@@ -183,30 +205,59 @@ class Layer:
             ExpertWeights(each_expert("gate_proj"), each_expert("up_proj"), each_expert("down_proj"))
         )
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        batch: Batch,
-        router: Router,
-        context: RouterContext,
-        probe: Probe,
-    ) -> Tensor:
+    def forward(self, x_TD: Tensor, tokens: Pass, probe: Probe) -> Tensor:
         ops, eps = self.operations, self.config.rms_norm_eps
         with probe.span("attention", self.index):
             normed_TD = ops.norm(x_TD, self.attention_norm_D, eps)
-            q_TD, k_TGd, v_TGd = ops.linears(normed_TD, (self.query_DD, self.key_GdD, self.value_GdD))
-            mixed_TD = ops.attention(self.attention, q_TD, k_TGd, v_TGd, rotation, batch.new, batch.caches)
-            x_TD = x_TD + ops.linear(mixed_TD, self.out_DD)
+            projections = ops.linears(normed_TD, (self.query_DD, self.key_GdD, self.value_GdD))
+            x_TD = x_TD + ops.linear(tokens.attend(self.attention, *projections), self.out_DD)
         with probe.span("gate", self.index):
             normed_TD = ops.norm(x_TD, self.moe_norm_D, eps)
             logits_TE = ops.linear(normed_TD, self.gate_ED)
-            if not math.isfinite(logits_TE.detach().abs().max()):  # a NaN is the largest of all
-                raise NumericalError(
-                    f"layer {self.index}: the router logits are not finite; the weights or the inputs are broken."
-                )
+            tokens.check(self.index, logits_TE)
         with probe.span("rule", self.index):
-            routing = decide(router, logits_TE, context)
+            routing = tokens.route(self.index, logits_TE)
         probe.routed(self.index, routing, logits_TE)
         with probe.span("experts", self.index):
             return x_TD + self.experts.run(normed_TD, routing)
+
+
+class _HostPass(Pass):
+    """A batch of sequences under a rule that is asked on the host."""
+
+    def __init__(self, model: Olmoe, batch: Batch, router: Router, generator: torch.Generator | None) -> None:
+        self._model, self._batch, self._router, self._generator = model, batch, router, generator
+        positions = [torch.arange(past, past + new) for past, new in zip(batch.past, batch.new, strict=True)]
+        self._positions_T = torch.cat(positions).to(model.device)
+        self._sequence_T = torch.repeat_interleave(torch.tensor(batch.new)).to(model.device)
+        self.ids_T = batch.ids_T
+        self.rotation = model.rotation(self._positions_T)
+
+    def attend(self, of: Attention, q_TD: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        batch = self._batch
+        return self._model.operations.attention(of, q_TD, k_TGd, v_TGd, self.rotation, batch.new, batch.caches)
+
+    def check(self, layer: int, logits_TE: Tensor) -> None:
+        if not math.isfinite(logits_TE.detach().abs().max()):  # a NaN is the largest of all
+            raise router_error(layer)
+
+    def route(self, layer: int, logits_TE: Tensor) -> Routing:
+        config = self._model.config
+        context = RouterContext(
+            layer=layer,
+            phase=self._batch.phase,
+            ids_T=self.ids_T,
+            positions_T=self._positions_T,
+            sequence_T=self._sequence_T,
+            top_k=config.top_k,
+            norm_topk_prob=config.norm_topk_prob,
+            generator=self._generator,
+            num_layers=config.num_layers,
+            checkpoint=self._model.fingerprint,
+        )
+        return decide(self._router, logits_TE, context)
+
+
+def router_error(layer: int) -> NumericalError:
+    """What is raised for router logits that are not finite."""
+    return NumericalError(f"layer {layer}: the router logits are not finite; the weights or the inputs are broken.")

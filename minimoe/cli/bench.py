@@ -99,7 +99,11 @@ def bench(
     for line in dict.fromkeys(note for engine in loaded for note in engine.notes):
         tell(line)
     engines = {engine.backend: engine for engine in loaded}
-    arms = [Arm(spec, name, rule, engine.model) for name, engine in engines.items() for spec, rule in rules.items()]
+    arms = [
+        Arm(spec, name, rule, engine.model, engine.decoder_for(rule))
+        for name, engine in engines.items()
+        for spec, rule in rules.items()
+    ]
     engine = loaded[0]
     with working(len(works) * len(arms) * (repetitions + 1)) as ran:
         results = measure(
