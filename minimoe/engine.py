@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from minimoe.cache import cache_bytes
 from minimoe.chat import Chat
 from minimoe.checkpoint import read_checkpoint
 from minimoe.config import ModelConfig
@@ -310,12 +311,13 @@ def load(
     checkpoint = read_checkpoint(folder)
     wanted = DTYPES[dtype] if dtype else checkpoint.dtype
     read_ahead(checkpoint.files, progress)
-    weights = place(checkpoint.tensors, wanted, target)
+    config = checkpoint.config
+    weights = place(checkpoint.tensors, wanted, target, beside=cache_bytes(config, config.max_positions, wanted))
     unique = {id(tensor): tensor.nbytes for tensor in weights.values()}
     backend = backend or default_backend(wanted, target)
     engine = Engine(
         name=str(model),
-        model=Olmoe(checkpoint.config, weights, chosen or find_backend(backend)),
+        model=Olmoe(config, weights, chosen or find_backend(backend)),
         tokenizer=Tokenizer.from_folder(folder),
         router=rule,
         backend=backend,
