@@ -122,9 +122,10 @@ class DecodeStep(Pass):
             self.ids_T.copy_(ids_B, non_blocking=True)
             self._table_4B.copy_(cache_table(caches), non_blocking=True)
             if self._graph is None and self._ran and self.captures:
-                self._graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self._graph):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
                     self._run()
+                self._graph = graph
             if self._graph is None:
                 self._run()
                 self._ran = True

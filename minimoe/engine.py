@@ -90,13 +90,21 @@ class Engine:
     def decoder_for(self, router: Router) -> Decoder | None:
         """Decode steps without the host in them; None where it has to take part.
 
-        That is with every backend but triton, and with rules that draw, replay, look at other tokens or are a user's.
+        That is with every backend but triton, and with all but some rules; see minimoe.triton.routing.
         """
         if self.backend != "triton":
             return None
         from minimoe.decoding import Decoder  # needs triton
 
         return Decoder.of(self.model, router)
+
+    def uncaptured(self, router: Router) -> tuple[str, ...]:
+        """A sentence, if the backend could decode without the host, and only this rule needs it."""
+        if self.backend != "triton" or self.decoder_for(router):
+            return ()
+        return (
+            f"The rule {type(router).__name__} has to be asked on the host: decode steps are not captured, and slower.",
+        )
 
     def generate(
         self,
@@ -325,9 +333,7 @@ def load(
         weight_bytes=sum(unique.values()),
         notes=_notes(wanted, target, backend),
     )
-    if backend == "triton" and engine.decoder is None:
-        name = type(rule).__name__
-        engine.notes += (f"The rule {name} has to be asked on the host: decode steps are not captured, and slower.",)
+    engine.notes += engine.uncaptured(rule)
     return engine
 
 

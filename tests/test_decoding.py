@@ -197,6 +197,7 @@ def test_another_rule_has_steps_of_its_own(checkpoint: Folders) -> None:
     assert engine.decoder is None
     engine.router = Elbow()
     assert engine.decoder not in (None, first)
+    assert engine.uncaptured(Elbow()) == ()
 
 
 def test_router_logits_that_are_not_finite_name_their_layer(checkpoint: Folders) -> None:

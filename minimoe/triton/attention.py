@@ -226,10 +226,10 @@ def _attend_kernel(
     end = tl.minimum(start + share, seen)
     dims = tl.arange(0, d_PADDED)
     row = (layer * G + head // (H // G)) * tl.load(table_4B + 2 * B + sequence) * d
-    keys = tl.load(table_4B + sequence).to(tl.pointer_type(queries_BD.dtype.element_ty)) + row
-    values = tl.load(table_4B + B + sequence).to(tl.pointer_type(queries_BD.dtype.element_ty)) + row
-    # torch gives memory out in pieces of 512 bytes: what is known of the pointers, but not seen in a table.
-    keys, values = tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
+    keys = tl.load(table_4B + sequence).to(tl.pointer_type(queries_BD.dtype.element_ty))
+    values = tl.load(table_4B + B + sequence).to(tl.pointer_type(queries_BD.dtype.element_ty))
+    # Caches begin where torch gives out memory, so they are aligned for wide loads, which a table does not show.
+    keys, values = tl.multiple_of(keys, 16) + row, tl.multiple_of(values, 16) + row
     query = tl.load(queries_BD + (sequence * H + head) * d + dims, mask=dims < d, other=0.0).to(tl.float32) * scale
     peak = tl.full((), float("-inf"), tl.float32)
     mass = tl.zeros((), tl.float32)
