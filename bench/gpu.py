@@ -3,8 +3,9 @@
     python -m bench.gpu                # OLMoE-1B-7B's shape in bfloat16, made at random on the GPU; minutes
     python -m bench.gpu --smoke        # a tiny shape on the CPU, in Triton's interpreter: shows that all of it runs
 
-Before anything is timed the kernels are compared with `reference` in float32, on fresh inputs, and the logits of the
-decode step and of transformers with those of this engine: what is wrong is not fast. Every timed pass gets new tokens.
+Before anything is timed the kernels are compared with `reference` in float32 and with the rules, on fresh inputs, and
+the logits of decode steps, of a prompt in two passes and of transformers with those of this engine: what is wrong is
+not fast. Every timed pass gets new tokens.
 Times are those between two CUDA events around a pass (in the smoke, of a clock): medians with quartiles.
 
 Shape letters: B sequences, T tokens, D hidden, E experts, I expert intermediate, V vocabulary.
@@ -31,21 +32,24 @@ from bench.synthetic import OLMOE_1B_7B
 from minimoe.cache import KVCache
 from minimoe.checkpoint import tensor_shapes
 from minimoe.config import ModelConfig
-from minimoe.decoding import DecodeStep
+from minimoe.decoding import Decoder
 from minimoe.experts import ExpertWeights, find_backend
 from minimoe.flops import head_flops, layer_flops, pass_bytes
 from minimoe.model import Batch, Olmoe
 from minimoe.placing import EXPERT
 from minimoe.probe import RoutingRecorder
-from minimoe.routers import Elbow, Router, TopK
+from minimoe.routers import Elbow, GapRatio, MaxGap, MinP, Router, RouterContext, Threshold, TopK, TopP
+from minimoe.triton.routing import on_device
 
 # Standard deviations of the router logits; elbow then keeps 7.6, 6 and 4 of 8 experts (bench/README.md).
 GATE_SCALES = (0.5, 2.65, 6.1)
 LATEST = 390.0  # seconds after which no further peer is begun, so that all ends within 8 minutes
-PROMPT = 8  # tokens before the decoded ones
+WARM_UP = 3  # passes that are not counted: the first compiles, and the second may capture a graph
 # Of logits: relative L2 distance, median over positions. bench/peers.py says what bfloat16 alone does.
 MAX_ERROR = 0.05
-BARS = {"decode 1": 3.0, "decode 1 compiled": 1.5, "prefill 2048": 1.5}
+BARS = {"decode 1": 3.0, "decode 1 compiled": 1.5, "prefill 2048": 1.5}  # times as fast as transformers' best
+MOST_MS = 1.3  # a step of one sequence, on an H100
+LEAST_SHARE = 0.8  # of what the bytes that elbow prunes promise to save
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +61,48 @@ class Size:
     device: torch.device
     batches: tuple[int, ...]
     prompts: tuple[int, ...]
+    context: int  # tokens before the decoded ones
     rounds: int
     read_bytes: int
     matrix: int
     compiler: str  # of torch.compile
+    compiled: tuple[int, ...]  # batches that are also run compiled
     gate_scales: tuple[float, ...] = GATE_SCALES
 
     @classmethod
     def whole(cls) -> Size:
-        config, device = ModelConfig.from_hf(OLMOE_1B_7B), torch.device("cuda")
-        return cls(config, torch.bfloat16, device, (1, 8, 32), (512, 2048), 50, 1 << 32, 8192, "inductor")
+        return cls(
+            config=ModelConfig.from_hf(OLMOE_1B_7B),
+            dtype=torch.bfloat16,
+            device=torch.device("cuda"),
+            batches=(1, 8, 32),
+            prompts=(512, 2048),
+            context=128,
+            rounds=50,
+            read_bytes=1 << 32,
+            matrix=8192,
+            compiler="inductor",
+            compiled=(1, 8, 32),
+        )
 
     @classmethod
     def smoke(cls) -> Size:
         small = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
         more = {"num_hidden_layers": 1, "vocab_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
-        config = ModelConfig.from_hf({**OLMOE_1B_7B, **small, **more, "eos_token_id": 0, "pad_token_id": 1})
-        return cls(config, torch.float32, torch.device("cpu"), (1, 2), (12,), 2, 1 << 20, 64, "eager", GATE_SCALES[:1])
+        return cls(
+            config=ModelConfig.from_hf({**OLMOE_1B_7B, **small, **more, "eos_token_id": 0, "pad_token_id": 1}),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            batches=(1, 2),
+            prompts=(6,),
+            context=2,
+            rounds=1,
+            read_bytes=1 << 20,
+            matrix=64,
+            compiler="eager",
+            compiled=(1,),
+            gate_scales=GATE_SCALES[:1],
+        )
 
 
 class Bench:
@@ -95,12 +124,12 @@ class Bench:
         return torch.randint(self.config.vocab_size, shape, device=self.size.device, generator=self.generator)
 
     def seconds(self, make: Callable[[], Any], action: Callable[[Any], Any], rounds: int) -> Spread:
-        """Of an action on what `make` returns anew each time; two more come first, to warm up."""
+        """Of an action on what `make` returns anew each time; some more come first, to warm up."""
         times = []
-        for turn in range(rounds + 2):
+        for turn in range(rounds + WARM_UP):
             given = make()
             elapsed = self._events(action, given) if self.size.device.type == "cuda" else _clock(action, given)
-            if turn >= 2:
+            if turn >= WARM_UP:
                 times.append(elapsed)
         return Spread.of(times)
 
@@ -141,41 +170,77 @@ class Bench:
             errors[f"experts of {tokens}"] = float(gap)
         return errors
 
+    def check_routing(self) -> dict[str, float]:
+        """For each rule that the routing kernel knows, the share of tokens that it routes otherwise than the rule."""
+        c, T, shares = self.config, max(self.size.batches), {}
+        logits_TE = torch.randn(T, c.num_experts, device=self.size.device, generator=self.generator).to(self.size.dtype)
+        logits_TE[0] = 1  # ties
+        ids_T = self.ids(T)
+        context = RouterContext(0, "decode", ids_T, ids_T, ids_T, c.top_k, c.norm_topk_prob)
+        for rule in (TopK(), Elbow(), MaxGap(), GapRatio(), TopP(), MinP(), Threshold()):
+            expected = rule.route(logits_TE, context)
+            found = replace(expected, **{name: torch.empty_like(getattr(expected, name)) for name in ROUTING_TENSORS})
+            kernel = on_device(rule, c.top_k, c.num_experts, c.norm_topk_prob)
+            assert kernel is not None, rule
+            kernel.route(logits_TE, found, torch.zeros(1, dtype=torch.int32, device=self.size.device))
+            other_T = (found.experts_TK != expected.experts_TK).any(dim=1) | (found.k_T != expected.k_T)
+            shares[f"routing by {type(rule).__name__}"] = float(other_T.float().mean())
+        return shares
+
     def prompted(self, sequences: int, capacity: int, router: Router) -> list[KVCache]:
         """The caches of random prompts."""
         model = self.model
         caches = [KVCache(self.config, capacity, model.dtype, model.device) for _ in range(sequences)]
-        model.forward(Batch(self.ids(sequences * PROMPT), [PROMPT] * sequences, caches), router)
+        lengths = [self.size.context] * sequences
+        model.forward(Batch(self.ids(sum(lengths)), lengths, caches), router)
         return caches
 
-    def check_step(self, sequences: int) -> float:
-        """The distance of the decode step's logits from those of the model's own decode."""
-        caches = self.prompted(sequences, PROMPT + 2, Elbow())
-        step = DecodeStep(self.model, Elbow(), sequences, PROMPT + 2)
-        step.begin(caches)
-        ids_B = self.ids(sequences)
-        found_BV = step.step(ids_B).clone()
-        step.check()
-        hidden_BD = self.model.forward(Batch(ids_B, [1] * sequences, caches, "decode"), Elbow())
-        return distance(found_BV, self.model.head(hidden_BD))
+    def decoder(self, router: Router) -> Decoder:
+        made = Decoder.of(self.model, router)
+        assert made is not None, router
+        return made
+
+    def check_steps(self, sequences: int) -> float:
+        """How far decode steps stray from one pass over the same tokens, experts by `reference` in the model's dtype.
+
+        On a GPU the first step is run as it is, the second is captured and the third replayed.
+        """
+        caches, decoder = self.prompted(sequences, self.size.context + 3, Elbow()), self.decoder(Elbow())
+        twins = [KVCache(self.config, self.size.context + 3, self.model.dtype, self.model.device) for _ in caches]
+        for twin, cache in zip(twins, caches, strict=True):
+            twin.copy_from(cache, self.size.context)
+        ids_B3 = self.ids(sequences, 3)
+        rows = [decoder.step(ids_B, caches).clone() for ids_B in ids_B3.T]
+        plain = Olmoe(self.config, self.weights, find_backend("reference"))
+        hidden_TD = plain.forward(Batch(ids_B3.flatten(), [3] * sequences, twins), Elbow())
+        return distance(torch.stack(rows, dim=1).flatten(0, 1), plain.head(hidden_TD))
+
+    def check_chunks(self) -> float:
+        """How far a prompt in two passes, the second behind a cache, strays from the prompt in one."""
+        ids_T = self.ids(2 * self.size.context)
+        (cache,), model = self.prompted(1, 2 * self.size.context, TopK()), self.model
+        cache.truncate(0)
+        parts = [
+            model.forward(Batch(ids_N, [self.size.context], [cache]), TopK())
+            for ids_N in ids_T.split(self.size.context)
+        ]
+        return distance(torch.cat(parts), model.forward(Batch(ids_T, [2 * self.size.context]), TopK()))
 
     def decode(self, sequences: int, router: Router) -> tuple[Spread, float]:
         """Seconds of a step, and bytes of weights that a step reads, on average."""
         size = self.size
-        room = PROMPT + size.rounds + 4
-        step = DecodeStep(self.model, router, sequences, room)
-        step.begin(self.prompted(sequences, room, router))
-        experts = 0
+        caches = self.prompted(sequences, self.size.context + size.rounds + WARM_UP, router)
+        decoder, experts = self.decoder(router), 0
 
         def make() -> Tensor:
             nonlocal experts
-            experts += sum(len(r.experts_TK[r.experts_TK < r.num_experts].unique()) for r in step.routings)
+            for routing, _ in decoder.step_of[sequences].routings() if decoder.step_of else ():
+                experts += len(routing.experts_TK[routing.experts_TK < routing.num_experts].unique())
             return self.ids(sequences)
 
-        spread = self.seconds(make, step.step, size.rounds)
-        step.check()
-        # The first call of `make` sees what was routed when the step was made.
-        hit = experts / (size.rounds + 2)
+        spread = self.seconds(make, lambda ids_B: decoder.step(ids_B, caches), size.rounds)
+        # The last step's routing is not seen.
+        hit = experts / (size.rounds + WARM_UP - 1)
         return spread, pass_bytes(self.config, 0, size.dtype.itemsize).total + hit * (
             pass_bytes(self.config, 1, size.dtype.itemsize).experts
         )
@@ -242,14 +307,14 @@ class Transformers:
         bench = self._bench
         size = bench.size
         self.model.set_experts_implementation(implementation)
-        cache = self._cache(config=self.model.config, max_cache_len=PROMPT + size.rounds + 4)
-        self.model(bench.ids(sequences, PROMPT), None, None, cache, use_cache=True)
+        cache = self._cache(config=self.model.config, max_cache_len=size.context + size.rounds + WARM_UP)
+        self.model(bench.ids(sequences, size.context), None, None, cache, use_cache=True)
         run = self.model.forward
         if compiled:
             run = torch.compile(
                 run, backend=size.compiler, mode="reduce-overhead" if size.compiler != "eager" else None
             )
-        place = iter(range(PROMPT, PROMPT + size.rounds + 4))
+        place = iter(range(size.context, size.context + size.rounds + WARM_UP))
 
         def step(ids_B1: Tensor) -> None:
             run(ids_B1, None, torch.full_like(ids_B1, next(place)), cache, use_cache=True)
@@ -316,8 +381,9 @@ def measure(size: Size) -> dict[str, Any]:
     limits = bench.limits()
     bench.scale_gates(GATE_SCALES[0])
     theirs = Transformers(bench)
-    errors = bench.check_kernels()
-    errors |= {f"step of {B}": bench.check_step(B) for B in size.batches}
+    errors = bench.check_kernels() | bench.check_routing()
+    errors |= {f"steps of {B}": bench.check_steps(B) for B in size.batches}
+    errors["prompt in two passes"] = bench.check_chunks()
     ids_T = bench.ids(16)
     ours_TV = bench.model.head(bench.model.forward(Batch(ids_T, [16]), TopK()))
     errors["transformers"] = distance(theirs.logits(ids_T), ours_TV)
@@ -361,26 +427,42 @@ def measure(size: Size) -> dict[str, Any]:
         for how in ("eager", "grouped_mm", "batched_mm"):
             peer(f"decode {B}", how, lambda B=B, how=how: theirs.decode(B, how, compiled=False))
     # The longest to prepare come last. A loop over the experts that have tokens, eager, is no single graph.
-    for B in size.batches:
+    for B in size.compiled:
         for how in ("grouped_mm", "batched_mm"):
             peer(f"decode {B}", f"{how} compiled", lambda B=B, how=how: theirs.decode(B, how, compiled=True))
     return {"limits": limits, "errors": errors, "rows": rows, "findings": findings(rows), "skipped": skipped}
 
 
 def findings(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each bar: transformers' best time over minimoe's with the same rule, top-k, at the first gate scale."""
+    """What was asked for beforehand: what, what was found, and the bar; of top-k at the first gate scale, elbow aside.
+
+    What elbow's pruned bytes promise is the difference of the two rules' memory limits.
+    """
     found = []
+    of = {(row["work"], row["who"]): row for row in rows}
     for bar, wanted in BARS.items():
         work = bar.removesuffix(" compiled")
-        here = [row for row in rows if row["work"] == work]
-        ours = [r["seconds"].median for r in here if r["who"] == f"minimoe TopK, gate scale {GATE_SCALES[0]}"]
+        ours = of.get((work, f"minimoe TopK, gate scale {GATE_SCALES[0]}"))
         theirs = [
-            r["seconds"].median
-            for r in here
-            if r["who"].startswith("transformers") and r["who"].endswith(" compiled") == (bar != work)
+            row["seconds"].median
+            for row in rows
+            if row["work"] == work
+            and row["who"].startswith("transformers")
+            and row["who"].endswith(" compiled") == (bar != work)
         ]
         if ours and theirs:
-            found.append({"work": bar, "times_as_fast": min(theirs) / ours[0], "bar": wanted})
+            ratio = min(theirs) / ours["seconds"].median
+            found.append({"what": f"{bar}: times as fast as transformers' best", "found": ratio, "bar": wanted})
+    for scale in GATE_SCALES:
+        pair = [of.get(("decode 1", f"minimoe {rule}, gate scale {scale}")) for rule in ("TopK", "Elbow")]
+        if pair[0] and pair[1]:
+            promised = pair[0]["limit_seconds"] - pair[1]["limit_seconds"]
+            saved = pair[0]["seconds"].median - pair[1]["seconds"].median
+            share = saved / promised if promised else None
+            what = f"decode 1, gate scale {scale}: share of what elbow's pruned bytes promise"
+            found.append({"what": what, "found": share, "bar": LEAST_SHARE})
+        if pair[0] and scale == GATE_SCALES[0]:
+            found.append({"what": "decode 1: ms, at most", "found": 1e3 * pair[0]["seconds"].median, "bar": MOST_MS})
     return found
 
 
@@ -390,13 +472,13 @@ def report(result: Mapping[str, Any]) -> str:
         limit = row["limit_seconds"]
         share = ["", ""] if limit is None else [f"{1e3 * limit:.3f}", f"{limit / row['seconds'].median:.2f}"]
         lines.append([row["work"], row["who"], row["seconds"].text(1e3, 3), *share])
-    bars = [[f["work"], f"{f['times_as_fast']:.2f}", str(f["bar"])] for f in result["findings"]]
+    bars = [[f["what"], "" if f["found"] is None else f"{f['found']:.2f}", str(f["bar"])] for f in result["findings"]]
     limits = result["limits"]
     return "\n".join(
         [
             table(["work", "who", "ms", "limit ms", "limit / time"], lines),
             "",
-            table(["work", "times as fast as transformers' best", "bar"], bars),
+            table(["asked for", "found", "bar"], bars),
             "",
             f"Read bandwidth {limits['bandwidth'].text(1e-9)} GB/s, products {limits['matrix'].text(1e-12)} TFLOP/s.",
             "Off by: " + ", ".join(f"{name} {error:.4f}" for name, error in result["errors"].items()) + ".",

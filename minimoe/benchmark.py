@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from minimoe.probe import Phase, Probe
 from minimoe.profiler import quartiles, synchronise, timed
 from minimoe.routers import Router
 from minimoe.routing import Routing
+
+if TYPE_CHECKING:
+    from minimoe.decoding import Decoder
 
 TG_PROMPT = 16  # tokens already there when a tg begins
 
@@ -87,12 +90,14 @@ class Work:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arm:
-    """One configuration under test: a rule and a model with a backend, and what to call them."""
+    """One configuration under test: a rule and a model with a backend, what to call them, and the decode steps that
+    need no host, if it has them."""
 
     router: str
     backend: str
     rule: Router
     model: Olmoe
+    decoder: Decoder | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +195,10 @@ def _run(arm: Arm, work: Work, ids_BN: Tensor, meter: Meter, seed: int) -> float
 
     def write(ids_BN: Tensor) -> None:
         for ids_B1 in ids_BN.split(1, dim=1):
-            model.head(step(ids_B1, caches, "decode", meter))
+            if arm.decoder:
+                arm.decoder.step(ids_B1[:, 0], caches, meter)
+            else:
+                model.head(step(ids_B1, caches, "decode", meter))
             synchronise(model.device)  # the next token would be chosen from these logits
 
     if work.kind == "pp":

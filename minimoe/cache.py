@@ -8,6 +8,11 @@ from torch import Tensor
 from minimoe.config import ModelConfig
 
 
+def cache_bytes(config: ModelConfig, capacity: int, dtype: torch.dtype) -> int:
+    """Memory of the cache of one sequence of at most that many positions."""
+    return 2 * config.num_layers * config.num_kv_heads * capacity * config.head_dim * dtype.itemsize
+
+
 class KVCache:
     """The cache of one sequence: L layers, H kv heads, room for C positions of size d.
 

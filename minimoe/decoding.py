@@ -1,10 +1,10 @@
-"""A decode step in which the host decides nothing: one token of each of B sequences, from ids to logits.
+"""Decode steps in which the host decides nothing: one token of each of B sequences, from ids to logits.
 
-Every shape is fixed, lengths and routing stay on the device, and inputs and outputs lie at fixed places, so that a CUDA
-graph can replay the whole step. The same code runs without a graph, on any device that the backend runs on.
+Every shape is fixed, what is routed and how long the caches are stays on the device, and inputs and outputs lie at
+fixed places, so that a CUDA graph can replay the whole step. The same code runs without a graph on any device that the
+triton backend runs on.
 
-Shape letters: B sequences, L layers, D hidden, H heads, G kv heads, d head size, C room of the cache, E experts,
-V vocabulary.
+Shape letters: B sequences, L layers, D hidden, G kv heads, d head size, E experts, K slots, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,155 +12,165 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minimoe.cache import KVCache
-from minimoe.errors import InputError, NumericalError
-from minimoe.model import Layer, Olmoe
-from minimoe.operations import rotate
+from minimoe.model import Olmoe, Pass, router_error
+from minimoe.operations import Attention
+from minimoe.probe import Probe
 from minimoe.routers import Router
 from minimoe.routing import Routing
-from minimoe.triton.routing import on_device
+from minimoe.triton.attention import attend_one_each, cache_table
+from minimoe.triton.routing import DeviceRule, on_device
 
 
-class DecodeStep:
-    """Steps of a fixed number of sequences. On a GPU the first one is captured, and all are replayed.
+class Decoder:
+    """Steps of any number of sequences; those of each number are made when it first comes.
+
+    Attributes:
+        router: the rule they are for.
+        step_of: the steps there are, by number of sequences: no more than a batch may have.
+    """
+
+    def __init__(self, model: Olmoe, router: Router, rule: DeviceRule) -> None:
+        self.router = router
+        self.step_of: dict[int, DecodeStep] = {}
+        self._model, self._rule = model, rule
+
+    @classmethod
+    def of(cls, model: Olmoe, router: Router) -> Decoder | None:
+        """The steps of a model with the triton backend, or None if the rule has to be asked on the host."""
+        config = model.config
+        rule = on_device(router, config.top_k, config.num_experts, config.norm_topk_prob)
+        return None if rule is None else cls(model, router, rule)
+
+    @torch.inference_mode()
+    def step(self, ids_B: Tensor, caches: Sequence[KVCache], probe: Probe | None = None) -> Tensor:
+        """Run one token of each sequence and extend the caches; what is refused leaves them as they were.
+
+        Args:
+            ids_B: int64.
+            caches: of B different sequences.
+            probe: is told of everything but spans, which a replay has none of.
+
+        Returns:
+            logits [B, V] that follow the tokens, overwritten by the next step of as many.
+
+        Raises:
+            NumericalError: router logits that are not finite; names the layer.
+            IndexError: a cache has no room; the caller reserves it.
+        """
+        probe, B = probe or Probe(), len(caches)
+        if B not in self.step_of:
+            self.step_of[B] = DecodeStep(self._model, self._rule, B)
+        step = self.step_of[B]
+        probe.step("decode", [1] * B, [cache.length for cache in caches])
+        logits_BV = step.run(ids_B, caches)
+        step.finish()
+        for cache in caches:
+            cache.advance(1)
+        if type(probe) is not Probe:
+            for layer, (routing, logits_BE) in enumerate(step.routings()):
+                probe.routed(layer, routing, logits_BE)
+            probe.headed(B)
+        return logits_BV
+
+
+class DecodeStep(Pass):
+    """Steps of a fixed number of sequences. On a GPU the second one is captured, and from then on they are replayed.
+
+    The first is run as it is: it compiles the kernels and lets the libraries allocate what they keep.
 
     Args:
         model: with the triton backend: others ask the host how many tokens an expert has.
-        router: a rule that the routing kernel knows, see minimoe.triton.routing.
+        rule: see minimoe.triton.routing.
         sequences: B.
-        capacity: C, the most tokens a sequence can have.
 
     Attributes:
-        routings: of the last step, one a layer; a replay overwrites them.
-
-    Raises:
-        InputError: the rule has to be asked on the host; such rules decode by Olmoe.forward.
+        captures: whether there are graphs on this device.
     """
 
-    def __init__(self, model: Olmoe, router: Router, sequences: int, capacity: int) -> None:
-        config = model.config
-        rule = on_device(router, config.top_k, config.num_experts, config.norm_topk_prob)
-        if rule is None:
-            raise InputError(
-                f"the rule {type(router).__name__} has to be asked on the host, so its decode steps cannot be captured."
-            )
+    def __init__(self, model: Olmoe, rule: DeviceRule, sequences: int) -> None:
+        config, device = model.config, model.device
+        L, K = config.num_layers, rule.limit
         self._model, self._rule = model, rule
-        shape = (config.num_layers, sequences, config.num_kv_heads, capacity, config.head_dim)
-        # Zeros, because attention multiplies what it masks by 0, which would not make a NaN go away.
-        self._keys_LBGCd = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        self._values_LBGCd = torch.zeros_like(self._keys_LBGCd)
-        self._ids_B = torch.zeros(sequences, dtype=torch.int64, device=model.device)
-        self._lengths_B = torch.zeros_like(self._ids_B)
-        self._rows_B = torch.arange(sequences, device=model.device)
-        self._places_C = torch.arange(capacity, device=model.device)
-        self._broken_L = torch.zeros(config.num_layers, dtype=torch.int32, device=model.device)
-        self._logits_BV = torch.empty(sequences, config.vocab_size, dtype=model.dtype, device=model.device)
-        self._longest = 0
-        self.routings: list[Routing] = []
-        with torch.cuda.device_of(self._ids_B):
-            self._graph = self._capture() if model.device.type == "cuda" else None
+        self.captures = device.type == "cuda"
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._ran = False
+        self._gates: list[Tensor] = []
+        self.ids_T = torch.zeros(sequences, dtype=torch.int64, device=device)
+        self._table_4B = torch.zeros(4, sequences, dtype=torch.int64, device=device)
+        self._experts_LBK = torch.empty(L, sequences, K, dtype=torch.int64, device=device)
+        self._weights_LBK = torch.empty(L, sequences, K, device=device)
+        self._k_LB = torch.empty(L, sequences, dtype=torch.int64, device=device)
+        self._broken_L = torch.zeros(L, dtype=torch.int32, device=device)
+        self._logits_BV = torch.empty(sequences, config.vocab_size, dtype=model.dtype, device=device)
 
-    @property
-    def capacity(self) -> int:
-        return len(self._places_C)
+    def run(self, ids_B: Tensor, caches: Sequence[KVCache]) -> Tensor:
+        """Start a step; the host does not wait, and the caches are extended but not advanced.
 
-    def begin(self, caches: Sequence[KVCache]) -> None:
-        """Take over what B sequences have computed so far, each at least one token.
+        Returns:
+            logits_BV, overwritten by the next step.
 
         Raises:
-            ValueError: another number of sequences.
-            IndexError: one is longer than the room there is.
+            IndexError: a cache has no room.
         """
-        if len(caches) != len(self._rows_B):
-            raise ValueError(f"this step is for {len(self._rows_B)} sequences, not for {len(caches)}")
-        self._longest = max(cache.length for cache in caches)
-        if self._longest > self.capacity:
-            raise IndexError(f"a cache of {self.capacity} positions cannot hold {self._longest}")
-        for row, cache in enumerate(caches):
-            self._keys_LBGCd[:, row, :, : cache.length] = cache.keys_LHCd[:, :, : cache.length]
-            self._values_LBGCd[:, row, :, : cache.length] = cache.values_LHCd[:, :, : cache.length]
-        self._lengths_B.copy_(torch.tensor([cache.length for cache in caches]))
-        self._broken_L.zero_()
-
-    def step(self, ids_B: Tensor) -> Tensor:
-        """Run one token of each sequence; the logits [B, V] that follow it, overwritten by the next step.
-
-        Args:
-            ids_B: int64; on the device it costs no wait.
-
-        Raises:
-            IndexError: the longest sequence has no room for another token.
-        """
-        if self._longest == self.capacity:
-            raise IndexError(f"a cache of {self.capacity} positions cannot hold {self._longest + 1}")
-        self._ids_B.copy_(ids_B)
-        if self._graph is None:
-            self._run()
-        else:
-            self._graph.replay()
-        self._longest += 1
+        for cache in caches:
+            if cache.length == cache.capacity:
+                raise IndexError(f"a cache of {cache.capacity} positions cannot hold {cache.length + 1}")
+        with torch.cuda.device_of(self.ids_T):
+            self.ids_T.copy_(ids_B, non_blocking=True)
+            self._table_4B.copy_(cache_table(caches), non_blocking=True)
+            if self._graph is None and self._ran and self.captures:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    self._run()
+                self._graph = graph
+            if self._graph is None:
+                self._run()
+                self._ran = True
+            else:
+                self._graph.replay()
         return self._logits_BV
 
-    def check(self) -> None:
-        """Wait for the device, and refuse what it computed if router logits were not finite in any step since `begin`.
+    def finish(self) -> None:
+        """Wait for the device, and refuse the steps since the last call if router logits were not finite.
 
         Raises:
             NumericalError: names the layer.
         """
         broken = self._broken_L.nonzero().flatten().tolist()
         if broken:
-            raise NumericalError(
-                f"layer {broken[0]}: the router logits are not finite; the weights or the inputs are broken."
-            )
+            self._broken_L.zero_()
+            raise router_error(broken[0])
 
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        here, aside = torch.cuda.current_stream(self._model.device), torch.cuda.Stream(self._model.device)
-        aside.wait_stream(here)
-        with torch.cuda.stream(aside):
-            self._run()  # compiles the kernels, and lets the libraries allocate what they keep
-        here.wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._run()
-        return graph
+    def routings(self) -> list[tuple[Routing, Tensor]]:
+        """What the last step routed, one a layer, copied to the CPU, and on which logits, copied on the device."""
+        parts = (self._experts_LBK, self._weights_LBK, self._k_LB)
+        experts_LBK, weights_LBK, k_LB = (part.to("cpu", copy=True) for part in parts)
+        layers = zip(experts_LBK, weights_LBK, k_LB, strict=True)
+        routings = [Routing(*layer, num_experts=self._model.config.num_experts) for layer in layers]
+        return list(zip(routings, torch.stack(self._gates), strict=True))
 
     def _run(self) -> None:
-        """What is captured: nothing here may look at a value."""
-        model, ops, eps = self._model, self._model.operations, self._model.config.rms_norm_eps
-        angles_B1d = (self._lengths_B.float()[:, None] * model.inverse_d2).repeat(1, 2)[:, None]
-        rotation = angles_B1d.cos().to(model.dtype), angles_B1d.sin().to(model.dtype)
-        seen_B11C = (self._places_C <= self._lengths_B[:, None])[:, None, None]
-        x_BD = F.embedding(self._ids_B, model.embed_VD)
-        self.routings = []
-        for layer in model.layers:
-            x_BD = x_BD + self._attention(layer, x_BD, rotation, seen_B11C)
-            normed_BD, logits_BE = ops.gate(layer.gate, x_BD)
-            routing = self._rule.route(logits_BE, self._broken_L[layer.index : layer.index + 1])
-            self.routings.append(routing)
-            x_BD = x_BD + layer.experts.run(normed_BD, routing)
-        self._logits_BV.copy_(ops.linear(ops.norm(x_BD, model.norm_D, eps), model.head_VD))
-        self._lengths_B += 1
+        """What is captured: nothing here, nor in what it calls, may look at a value."""
+        self._rotation, self._gates = self._model.rotation(self._table_4B[3]), []
+        self._logits_BV.copy_(self._model.head(self._model.run(self, Probe())))
 
-    def _attention(self, layer: Layer, x_BD: Tensor, rotation: tuple[Tensor, Tensor], seen_B11C: Tensor) -> Tensor:
-        """As Operations.attention, but over all the room there is, with what is not yet filled masked."""
-        ops, of = self._model.operations, layer.attention
-        normed_BD = ops.norm(x_BD, of.norm_D, of.eps)
-        q_BD, k_BGd, v_BGd = ops.linears(normed_BD, (of.query_DD, of.key_GdD, of.value_GdD))
-        q_BD, k_BGd = ops.norm(q_BD, of.query_norm_D, of.eps), ops.norm(k_BGd, of.key_norm_Gd, of.eps)
-        if of.clip is not None:
-            q_BD, k_BGd, v_BGd = (part.clamp(-of.clip, of.clip) for part in (q_BD, k_BGd, v_BGd))
-        keys_BGCd, values_BGCd = self._keys_LBGCd[layer.index], self._values_LBGCd[layer.index]
-        keys_BGCd[self._rows_B, :, self._lengths_B] = rotate(k_BGd.unflatten(-1, (of.kv_heads, -1)), *rotation)
-        values_BGCd[self._rows_B, :, self._lengths_B] = v_BGd.unflatten(-1, (of.kv_heads, -1))
-        queries_BHd = rotate(q_BD.unflatten(-1, (of.heads, -1)), *rotation)
-        mixed_BH1d = F.scaled_dot_product_attention(
-            queries_BHd[:, :, None],
-            keys_BGCd,
-            values_BGCd,
-            attn_mask=seen_B11C,
-            enable_gqa=of.heads != of.kv_heads,
+    def attend(self, of: Attention, x_TD: Tensor) -> Tensor:
+        operations = self._model.operations
+        q_TD, k_TGd, v_TGd = operations.projections(of, x_TD)
+        mixed_TD = attend_one_each(of, q_TD, k_TGd, v_TGd, self._rotation, self._table_4B)
+        return x_TD + operations.linear(mixed_TD, of.out_DD)
+
+    def check(self, layer: int, logits_TE: Tensor) -> None:
+        """The rule notes it on the device, and `finish` tells. Logits that are kept are not overwritten before the
+        next step."""
+        self._gates.append(logits_TE)
+
+    def route(self, layer: int, logits_TE: Tensor) -> Routing:
+        routing = Routing(
+            self._experts_LBK[layer], self._weights_LBK[layer], self._k_LB[layer], self._model.config.num_experts
         )
-        return ops.linear(mixed_BH1d.flatten(1), of.out_DD)
+        self._rule.route(logits_TE, routing, self._broken_L[layer : layer + 1])
+        return routing

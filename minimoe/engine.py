@@ -8,10 +8,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from minimoe.cache import cache_bytes
 from minimoe.chat import Chat
 from minimoe.checkpoint import read_checkpoint
 from minimoe.config import ModelConfig
@@ -31,6 +32,9 @@ from minimoe.routers.spec import parse_router
 from minimoe.sampling import Sampling
 from minimoe.scoring import Score, cut, score
 from minimoe.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from minimoe.decoding import Decoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_MODEL = "tiny"
@@ -70,10 +74,37 @@ class Engine:
         self.eos_token_ids = tuple(eos_token_ids)
         self.weight_bytes = weight_bytes
         self.notes = tuple(notes)
+        self._decoder: Decoder | None = None
 
     @property
     def config(self) -> ModelConfig:
         return self.model.config
+
+    @property
+    def decoder(self) -> Decoder | None:
+        """Those of the engine's own rule, kept as long as it stays; see `decoder_for`."""
+        if self._decoder is None or self._decoder.router is not self.router:
+            self._decoder = self.decoder_for(self.router)
+        return self._decoder
+
+    def decoder_for(self, router: Router) -> Decoder | None:
+        """Decode steps without the host in them; None where it has to take part.
+
+        That is with every backend but triton, and with all but some rules; see minimoe.triton.routing.
+        """
+        if self.backend != "triton":
+            return None
+        from minimoe.decoding import Decoder  # needs triton
+
+        return Decoder.of(self.model, router)
+
+    def uncaptured(self, router: Router) -> tuple[str, ...]:
+        """A sentence, if the backend could decode without the host, and only this rule needs it."""
+        if self.backend != "triton" or self.decoder_for(router):
+            return ()
+        return (
+            f"The rule {type(router).__name__} has to be asked on the host: decode steps are not captured, and slower.",
+        )
 
     def generate(
         self,
@@ -164,13 +195,15 @@ class Engine:
     def profile(self, prompt: Prompt, *, max_new_tokens: int = 64, **sampling: Any) -> Profile:
         """Generate twice, once unprobed and once measured, and say where time, FLOPs and bytes go.
 
-        The same tokens are run both times, after a warm-up pass, so that the cost of measuring is visible.
+        The same tokens are run both times, after a warm-up pass, so that the cost of measuring is visible. Both times
+        the host takes part in every operation, as it must to measure it, also where `generate` can do without.
         """
         request = self.request(prompt, max_new_tokens=max_new_tokens, **sampling)
 
         def work(probe: Probe | None) -> Generation:
+            batcher = Batcher(self.model, self.tokenizer, self.router, self.eos_token_ids, probe)
             with torch.inference_mode():
-                return next(result for _, _, result in self.batcher(probe).run([request]) if result)
+                return next(result for _, _, result in batcher.run([request]) if result)
 
         work(None)
         profiler = Profiler(self.config, self.model.dtype, self.model.device)
@@ -212,7 +245,7 @@ class Engine:
 
     def batcher(self, probe: Probe | None = None) -> Batcher:
         """What runs requests on this engine."""
-        return Batcher(self.model, self.tokenizer, self.router, self.eos_token_ids, probe)
+        return Batcher(self.model, self.tokenizer, self.router, self.eos_token_ids, probe, self.decoder)
 
     def _first_token(self) -> int:
         bos = () if self.config.bos_token_id is None else (self.config.bos_token_id,)
@@ -286,12 +319,13 @@ def load(
     checkpoint = read_checkpoint(folder)
     wanted = DTYPES[dtype] if dtype else checkpoint.dtype
     read_ahead(checkpoint.files, progress)
-    weights = place(checkpoint.tensors, wanted, target)
+    config = checkpoint.config
+    weights = place(checkpoint.tensors, wanted, target, beside=cache_bytes(config, config.max_positions, wanted))
     unique = {id(tensor): tensor.nbytes for tensor in weights.values()}
     backend = backend or default_backend(wanted, target)
-    return Engine(
+    engine = Engine(
         name=str(model),
-        model=Olmoe(checkpoint.config, weights, chosen or find_backend(backend)),
+        model=Olmoe(config, weights, chosen or find_backend(backend)),
         tokenizer=Tokenizer.from_folder(folder),
         router=rule,
         backend=backend,
@@ -299,6 +333,8 @@ def load(
         weight_bytes=sum(unique.values()),
         notes=_notes(wanted, target, backend),
     )
+    engine.notes += engine.uncaptured(rule)
+    return engine
 
 
 def _as_batch(prompt: Any) -> tuple[bool, list[Any]]:

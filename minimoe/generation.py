@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch import Tensor
 
 from minimoe.cache import KVCache
 from minimoe.model import Batch, Olmoe
@@ -19,6 +20,9 @@ from minimoe.routers import Router
 from minimoe.routing import Routing
 from minimoe.sampling import Sampler, Sampling
 from minimoe.tokenizer import TextStream, Tokenizer
+
+if TYPE_CHECKING:
+    from minimoe.decoding import Decoder
 
 FinishReason = Literal["eos", "stop", "length"]
 
@@ -132,6 +136,8 @@ class Batcher:
         model, tokenizer, router: the engine's.
         eos_ids: tokens that end a text.
         probe: sees every pass, or None.
+        decoder: decode steps without the host in them, for this model and rule, or None. They have no spans: under a
+            probe that needs some every pass is the model's own.
         max_batch, prefill_tokens: limits of one pass.
     """
 
@@ -142,6 +148,7 @@ class Batcher:
         router: Router,
         eos_ids: Sequence[int],
         probe: Probe | None = None,
+        decoder: Decoder | None = None,
         *,
         max_batch: int = MAX_BATCH,
         prefill_tokens: int = PREFILL_TOKENS,
@@ -151,6 +158,7 @@ class Batcher:
         self.router = router
         self.eos_ids = frozenset(eos_ids)
         self.probe = probe or Probe()
+        self.decoder = None if self.probe.needs_spans else decoder
         self.max_batch = max_batch
         self.prefill_tokens = prefill_tokens
 
@@ -177,6 +185,8 @@ class Batcher:
             fresh = [active for active in alive if not active.tokens]
             if fresh:
                 self._prefill(fresh, generator)
+            elif alive and self.decoder:
+                self._step(alive, self.decoder)
             elif alive:
                 self._pass("decode", [(active, [active.tokens[-1]]) for active in alive], generator)
             for active in running:
@@ -215,24 +225,38 @@ class Batcher:
         """One forward pass; a sequence whose tokens are then all run gets its next one."""
         ids_T = torch.tensor([i for _, ids in work for i in ids], device=self.model.device)
         batch = Batch(ids_T, [len(ids) for _, ids in work], [active.cache for active, _ in work], phase)
-        recorder = RoutingRecorder(self.model.config.num_layers)
-        recording = any(active.request.record for active, _ in work)
-        probe = Probes(self.probe, recorder) if recording else self.probe
+        recorder, probe = self._recorder(work)
         hidden_TD = self.model.forward(batch, self.router, probe, generator)
-        if recording:
-            _deal_out(recorder, work)
+        _deal_out(recorder, work)
         done = [
             (active, row)
             for (active, _), row in zip(work, batch.last_rows, strict=True)
             if active.cache.length == len(active.request.ids) + len(active.tokens)
         ]
-        if not done:
-            return
-        logits_SV = self.model.head(hidden_TD[[row for _, row in done]], self.probe)
-        for (active, _), logits_V in zip(done, logits_SV, strict=True):
-            history = [*active.request.ids, *active.tokens]
-            token = active.sampler.choose(logits_V, history, step=len(active.tokens))
-            active.take(token, self.eos_ids, self.model.config.max_positions)
+        if done:
+            logits_SV = self.model.head(hidden_TD[[row for _, row in done]], self.probe)
+            self._choose([active for active, _ in done], logits_SV)
+
+    def _step(self, alive: Sequence[_Active], decoder: Decoder) -> None:
+        """A decode step without the host in it."""
+        work = [(active, active.tokens[-1:]) for active in alive]
+        ids_B = torch.tensor([token for _, (token,) in work])
+        recorder, probe = self._recorder(work)
+        logits_BV = decoder.step(ids_B, [active.cache for active in alive], probe)
+        _deal_out(recorder, work)
+        self._choose(alive, logits_BV)
+
+    def _recorder(self, work: Sequence[tuple[_Active, list[int]]]) -> tuple[RoutingRecorder, Probe]:
+        """What keeps the routings of a pass, where a sequence wants its own, and the probe that sees all of it."""
+        recorder = RoutingRecorder(self.model.config.num_layers)
+        recording = any(active.request.record for active, _ in work)
+        return recorder, Probes(self.probe, recorder) if recording else self.probe
+
+    def _choose(self, active: Sequence[_Active], logits_SV: Tensor) -> None:
+        """The next token of each sequence."""
+        for one, logits_V in zip(active, logits_SV.cpu(), strict=True):  # off the device in one go
+            token = one.sampler.choose(logits_V, [*one.request.ids, *one.tokens], step=len(one.tokens))
+            one.take(token, self.eos_ids, self.model.config.max_positions)
 
 
 def _deal_out(recorder: RoutingRecorder, work: Sequence[tuple[_Active, list[int]]]) -> None:

@@ -11,6 +11,7 @@ size, V vocabulary, E experts; N new tokens of one sequence, S all its positions
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -23,9 +24,10 @@ from minimoe.cache import KVCache
 from minimoe.config import ModelConfig
 from minimoe.errors import NumericalError
 from minimoe.experts import Backend, ExpertWeights
-from minimoe.operations import Attention, Gate, Sequences
+from minimoe.operations import Attention, Gate
 from minimoe.probe import Phase, Probe
 from minimoe.routers import Router, RouterContext, decide
+from minimoe.routing import Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,31 @@ class Batch:
     def last_rows(self) -> list[int]:
         """The row of each sequence's last new token."""
         return [end - 1 for end in accumulate(self.new)]
+
+
+class Pass(ABC):
+    """What one run through the layers does with its tokens wherever it is no matter of weights.
+
+    There are two: `Olmoe.forward` has one with the host in the loop, for sequences of any lengths and every rule, and
+    minimoe.decoding one for decode steps in which the device decides everything.
+
+    Attributes:
+        ids_T: int64 token ids.
+    """
+
+    ids_T: Tensor
+
+    @abstractmethod
+    def attend(self, of: Attention, x_TD: Tensor) -> Tensor:
+        """x_TD plus what attention adds to it, see Operations.attention."""
+
+    @abstractmethod
+    def check(self, layer: int, logits_TE: Tensor) -> None:
+        """Refuse router logits that are not finite, now or when the run is over."""
+
+    @abstractmethod
+    def route(self, layer: int, logits_TE: Tensor) -> Routing:
+        """What the rule decides."""
 
 
 class Olmoe:
@@ -95,39 +122,26 @@ class Olmoe:
             NumericalError: router logits that are not finite; names the layer.
         """
         probe = probe or Probe()
-        past = batch.past
-        probe.step(batch.phase, batch.new, past)
-        spans = [range(p, p + n) for p, n in zip(past, batch.new, strict=True)]
-        positions_T = torch.tensor([p for span in spans for p in span], device=self.device)
-        sequence_T = torch.tensor([b for b, span in enumerate(spans) for _ in span], device=self.device)
-        # Angles in float32, whatever the model's dtype: position x base^(-2i/d), twice for the half-split pairs.
-        angles_T1d = (positions_T.float()[:, None] * self.inverse_d2).repeat(1, 2)[:, None]
-        cos_T1d, sin_T1d = angles_T1d.cos().to(self.dtype), angles_T1d.sin().to(self.dtype)
-        sequences = self.operations.sequences(batch.new, batch.caches, cos_T1d, sin_T1d)
-        # All before the first layer: between products that stream weights the same lines cost ten times as much.
-        contexts = [
-            RouterContext(
-                layer=layer,
-                phase=batch.phase,
-                ids_T=batch.ids_T,
-                positions_T=positions_T,
-                sequence_T=sequence_T,
-                top_k=self.config.top_k,
-                norm_topk_prob=self.config.norm_topk_prob,
-                generator=generator,
-                num_layers=self.config.num_layers,
-                checkpoint=self.fingerprint,
-            )
-            for layer in range(self.config.num_layers)
-        ]
-        with probe.span("embed"):
-            x_TD = F.embedding(batch.ids_T, self.embed_VD)
-        for layer, context in zip(self.layers, contexts, strict=True):
-            x_TD = layer.forward(x_TD, sequences, router, context, probe)
+        probe.step(batch.phase, batch.new, batch.past)
+        hidden_TD = self.run(_HostPass(self, batch, router, generator), probe)
         for cache, count in zip(batch.caches or (), batch.new, strict=False):
             cache.advance(count)
+        return hidden_TD
+
+    def run(self, tokens: Pass, probe: Probe) -> Tensor:
+        """All layers over the tokens of a pass; hidden_TD after the final norm."""
+        with probe.span("embed"):
+            x_TD = F.embedding(tokens.ids_T, self.embed_VD)
+        for layer in self.layers:
+            x_TD = layer.forward(x_TD, tokens, probe)
         with probe.span("norm"):
             return self.operations.norm(x_TD, self.norm_D, self.config.rms_norm_eps)
+
+    def rotation(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [T, 1, d] of the angles at these positions, in the model's dtype."""
+        # Angles in float32, whatever the model's dtype: position x base^(-2i/d), twice for the half-split pairs.
+        angles_T1d = (positions_T.float()[:, None] * self.inverse_d2).repeat(1, 2)[:, None]
+        return angles_T1d.cos().to(self.dtype), angles_T1d.sin().to(self.dtype)
 
     def fingerprint(self) -> str:
         """What tells this checkpoint from others, the same in every dtype and place.
@@ -188,19 +202,57 @@ class Layer:
             ExpertWeights(each_expert("gate_proj"), each_expert("up_proj"), each_expert("down_proj"))
         )
 
-    def forward(
-        self, x_TD: Tensor, sequences: Sequences, router: Router, context: RouterContext, probe: Probe
-    ) -> Tensor:
+    def forward(self, x_TD: Tensor, tokens: Pass, probe: Probe) -> Tensor:
         with probe.span("attention", self.index):
-            x_TD = self.operations.attention(self.attention, x_TD, sequences)
+            x_TD = tokens.attend(self.attention, x_TD)
         with probe.span("gate", self.index):
             normed_TD, logits_TE = self.operations.gate(self.gate, x_TD)
-            if not self.operations.finite(logits_TE):
-                raise NumericalError(
-                    f"layer {self.index}: the router logits are not finite; the weights or the inputs are broken."
-                )
+            tokens.check(self.index, logits_TE)
         with probe.span("rule", self.index):
-            routing = decide(router, logits_TE, context)
+            routing = tokens.route(self.index, logits_TE)
         probe.routed(self.index, routing, logits_TE)
         with probe.span("experts", self.index):
             return x_TD + self.experts.run(normed_TD, routing)
+
+
+class _HostPass(Pass):
+    """A batch of sequences under a rule that is asked on the host."""
+
+    def __init__(self, model: Olmoe, batch: Batch, router: Router, generator: torch.Generator | None) -> None:
+        config, spans = model.config, [range(p, p + n) for p, n in zip(batch.past, batch.new, strict=True)]
+        positions_T = torch.tensor([p for span in spans for p in span], device=model.device)
+        sequence_T = torch.tensor([b for b, span in enumerate(spans) for _ in span], device=model.device)
+        self.ids_T = batch.ids_T
+        self._operations, self._router = model.operations, router
+        self._sequences = model.operations.sequences(batch.new, batch.caches, model.rotation(positions_T))
+        # All before the first layer: between products that stream weights the same lines cost ten times as much.
+        self._contexts = [
+            RouterContext(
+                layer=layer,
+                phase=batch.phase,
+                ids_T=batch.ids_T,
+                positions_T=positions_T,
+                sequence_T=sequence_T,
+                top_k=config.top_k,
+                norm_topk_prob=config.norm_topk_prob,
+                generator=generator,
+                num_layers=config.num_layers,
+                checkpoint=model.fingerprint,
+            )
+            for layer in range(config.num_layers)
+        ]
+
+    def attend(self, of: Attention, x_TD: Tensor) -> Tensor:
+        return self._operations.attention(of, x_TD, self._sequences)
+
+    def check(self, layer: int, logits_TE: Tensor) -> None:
+        if not self._operations.finite(logits_TE):
+            raise router_error(layer)
+
+    def route(self, layer: int, logits_TE: Tensor) -> Routing:
+        return decide(self._router, logits_TE, self._contexts[layer])
+
+
+def router_error(layer: int) -> NumericalError:
+    """What is raised for router logits that are not finite."""
+    return NumericalError(f"layer {layer}: the router logits are not finite; the weights or the inputs are broken.")

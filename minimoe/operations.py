@@ -88,14 +88,13 @@ class Sequences:
     Attributes:
         new: how many of the tokens belong to each sequence.
         caches: extended by the new keys and values, or None to attend to the new tokens alone.
-        cos_T1d, sin_T1d: of the positions' angles, in the dtype of the model.
+        rotation: cosines and sines [T, 1, d] of the positions' angles, in the dtype of the model.
         steps: for the native kernels, in a pass of one token of each sequence.
     """
 
     new: Sequence[int]
     caches: Sequence[KVCache] | None
-    cos_T1d: Tensor
-    sin_T1d: Tensor
+    rotation: tuple[Tensor, Tensor]
     steps: StepPlaces | None = None
 
 
@@ -124,10 +123,10 @@ class Operations:
         return math.isfinite(x_TE.detach().abs().max())  # a NaN is the largest of all
 
     def sequences(
-        self, new: Sequence[int], caches: Sequence[KVCache] | None, cos_T1d: Tensor, sin_T1d: Tensor
+        self, new: Sequence[int], caches: Sequence[KVCache] | None, rotation: tuple[Tensor, Tensor]
     ) -> Sequences:
         """What a pass hands to attention in every layer; prepared once."""
-        return Sequences(new, caches, cos_T1d, sin_T1d)
+        return Sequences(new, caches, rotation)
 
     def attention(self, of: Attention, x_TD: Tensor, sequences: Sequences) -> Tensor:
         """x_TD plus what attention adds to it; extends the caches, whose length the caller moves on.
@@ -135,21 +134,26 @@ class Operations:
         Raises:
             IndexError: a cache without room.
         """
-        normed_TD = self.norm(x_TD, of.norm_D, of.eps)
-        q_TD, k_TGd, v_TGd = self.linears(normed_TD, (of.query_DD, of.key_GdD, of.value_GdD))
+        q_TD, k_TGd, v_TGd = self.projections(of, x_TD)
+        return x_TD + self.linear(self.mix(of, q_TD, k_TGd, v_TGd, sequences), of.out_DD)
+
+    def projections(self, of: Attention, x_TD: Tensor) -> list[Tensor]:
+        """Queries [T, D], keys and values [T, G*d] of the normed x_TD, heads side by side."""
+        return self.linears(self.norm(x_TD, of.norm_D, of.eps), (of.query_DD, of.key_GdD, of.value_GdD))
+
+    def mix(self, of: Attention, q_TD: Tensor, k_TGd: Tensor, v_TGd: Tensor, sequences: Sequences) -> Tensor:
+        """From projections to each token's mix of values, before the output projection; extends the caches."""
         # q/k norm over the whole projection, then clip, then RoPE: OLMoE's order.
         q_TD, k_TGd = self.norm(q_TD, of.query_norm_D, of.eps), self.norm(k_TGd, of.key_norm_Gd, of.eps)
         if of.clip is not None:
             q_TD, k_TGd, v_TGd = (t.clamp(-of.clip, of.clip) for t in (q_TD, k_TGd, v_TGd))
-        queries = rotate(q_TD.unflatten(-1, (of.heads, -1)), sequences.cos_T1d, sequences.sin_T1d)
-        keys = rotate(k_TGd.unflatten(-1, (of.kv_heads, -1)), sequences.cos_T1d, sequences.sin_T1d)
+        queries = rotate(q_TD.unflatten(-1, (of.heads, -1)), *sequences.rotation)
+        keys = rotate(k_TGd.unflatten(-1, (of.kv_heads, -1)), *sequences.rotation)
         values = v_TGd.unflatten(-1, (of.kv_heads, -1))
         new, caches = sequences.new, sequences.caches
         if caches is None and len(set(new)) == 1:
-            mixed_THd = _attend_alike(queries, keys, values, new[0])
-        else:
-            mixed_THd = _attend_each(of.layer, queries, keys, values, new, caches)
-        return x_TD + self.linear(mixed_THd.flatten(-2), of.out_DD)
+            return _attend_alike(queries, keys, values, new[0]).flatten(-2)
+        return _attend_each(of.layer, queries, keys, values, new, caches).flatten(-2)
 
 
 class NativeOperations(Operations):
@@ -168,13 +172,13 @@ class NativeOperations(Operations):
         return self._kernels.norm(x_TD, weight_D, eps)
 
     def sequences(
-        self, new: Sequence[int], caches: Sequence[KVCache] | None, cos_T1d: Tensor, sin_T1d: Tensor
+        self, new: Sequence[int], caches: Sequence[KVCache] | None, rotation: tuple[Tensor, Tensor]
     ) -> Sequences:
         steps = None
-        if caches and len(new) == cos_T1d.shape[0]:
+        if caches and len(new) == rotation[0].shape[0]:
             keys, values = [cache.keys_LHCd for cache in caches], [cache.values_LHCd for cache in caches]
-            steps = StepPlaces(keys, values, [cache.length for cache in caches], cos_T1d, sin_T1d)
-        return Sequences(new, caches, cos_T1d, sin_T1d, steps)
+            steps = StepPlaces(keys, values, [cache.length for cache in caches], *rotation)
+        return Sequences(new, caches, rotation, steps)
 
     def attention(self, of: Attention, x_TD: Tensor, sequences: Sequences) -> Tensor:
         if sequences.steps is None:

@@ -21,15 +21,20 @@ STAGING_BYTES = 1 << 26  # of each of the two buffers
 EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.\d+\.(.+)")
 
 
-def place(tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def place(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, beside: int = 0
+) -> dict[str, Tensor]:
     """Weights in the wanted dtype and place; tied stays tied, and on the CPU nothing that fits already is copied.
 
+    Args:
+        beside: bytes that a GPU must have left for the cache of one sequence.
+
     Raises:
-        InputError: the GPU has too little free memory; names both sizes.
+        InputError: the GPU has too little free memory; names all sizes.
     """
     if device.type == "cuda":
         with torch.cuda.device(device):
-            return upload(tensors, dtype, device, free_bytes=torch.cuda.mem_get_info(device)[0])
+            return upload(tensors, dtype, device, torch.cuda.mem_get_info(device)[0], beside)
     moved: dict[int, Tensor] = {}
     for tensor in tensors.values():
         if id(tensor) not in moved:
@@ -38,22 +43,24 @@ def place(tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.devic
 
 
 def upload(
-    tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, free_bytes: int
+    tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, free_bytes: int, beside: int = 0
 ) -> dict[str, Tensor]:
     """Copies of all weights on a device, experts side by side.
 
     Args:
         tensors: by checkpoint name, on the CPU.
         free_bytes: what the device can take.
+        beside: see `place`.
 
     Raises:
-        InputError: it is too little; names both sizes.
+        InputError: it is too little; names all sizes.
     """
     unique = {id(tensor): tensor for tensor in tensors.values()}
     needed = sum(tensor.numel() for tensor in unique.values()) * dtype.itemsize
-    if needed > free_bytes:
+    if needed + beside > free_bytes:
+        cache = f" and the cache of a full context {beside / 1e9:.2f} GB" if beside else ""
         raise InputError(
-            f"the weights take {needed / 1e9:.2f} GB as {str(dtype).removeprefix('torch.')}, but {device} has "
+            f"the weights take {needed / 1e9:.2f} GB as {str(dtype).removeprefix('torch.')}{cache}, but {device} has "
             f"{free_bytes / 1e9:.2f} GB of free memory; choose --device cpu or a smaller --dtype."
         )
     targets: dict[int, Tensor] = {}

@@ -17,6 +17,12 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 class Probe:
     """Sees one forward pass after another. Every method does nothing; override what you need."""
 
+    @property
+    def needs_spans(self) -> bool:
+        """Whether it overrides `span`. Decode steps without the host in them (minimoe.decoding) have none to see, and
+        tell of their routings when they are over; under a probe that needs spans they are not used."""
+        return type(self).span is not Probe.span
+
     def step(self, phase: Phase, new: Sequence[int], past: Sequence[int]) -> None:
         """A forward pass begins: for each sequence of the batch, its new tokens and those already cached."""
 
@@ -50,6 +56,10 @@ class Probes(Probe):
 
     def __init__(self, *probes: Probe) -> None:
         self.probes = probes
+
+    @property
+    def needs_spans(self) -> bool:
+        return any(probe.needs_spans for probe in self.probes)
 
     def step(self, phase: Phase, new: Sequence[int], past: Sequence[int]) -> None:
         for probe in self.probes:

@@ -317,7 +317,7 @@ def test_a_decode_step_of_attention_is_that_of_torch(
     results = []
     for operations in (Operations(), NativeOperations(kernels)):
         of, x_TD, rotation, caches = attention_case(H, G, d, lengths, clip, dtype)
-        y_TD = operations.attention(of, x_TD, operations.sequences([1] * len(lengths), caches, *rotation))
+        y_TD = operations.attention(of, x_TD, operations.sequences([1] * len(lengths), caches, rotation))
         results.append((y_TD, caches))
     (expected_TD, expected_caches), (y_TD, caches) = results
     tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 3e-2}
@@ -336,10 +336,10 @@ def test_a_full_cache_is_refused_and_nothing_is_written() -> None:
     before = [cache.keys_LHCd.clone() for cache in caches]
     caches[1].length = caches[1].capacity
     with pytest.raises(IndexError, match="no room"):
-        operations.attention(of, x_TD, operations.sequences([1, 1], caches, *rotation))
+        operations.attention(of, x_TD, operations.sequences([1, 1], caches, rotation))
     assert all(torch.equal(cache.keys_LHCd, old) for cache, old in zip(caches, before, strict=True))
     caches[1].length = 4
-    sequences = operations.sequences([1, 1], caches, *rotation)
+    sequences = operations.sequences([1, 1], caches, rotation)
     for wrong in (replace(of, layer=2), attention_case(2, 2, 8, [3], None, torch.float32)[0]):
         with pytest.raises(ValueError, match="fit together"):
             operations.attention(wrong, x_TD, sequences)

@@ -9,7 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from minimoe import placing
+from minimoe import engine, placing
+from minimoe.cache import KVCache
 from minimoe.checkpoint import read_checkpoint
 from minimoe.errors import InputError
 
@@ -60,3 +61,23 @@ def test_a_model_that_does_not_fit_is_refused_with_both_sizes(checkpoint: Callab
     with pytest.raises(InputError, match=sizes):
         placing.upload(tensors, torch.bfloat16, CPU, free_bytes=needed - 1)
     assert placing.upload(tensors, torch.bfloat16, CPU, free_bytes=needed)
+
+
+def test_the_cache_of_a_full_context_must_fit_too(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `load` asks for it, on a GPU that has room for the weights and for all of the cache but a byte."""
+    folder = checkpoint("kv_heads_equal")
+    found = read_checkpoint(folder)
+    weights = sum(tensor.nbytes for tensor in found.tensors.values())
+    cache = KVCache(found.config, found.config.max_positions, torch.float32, CPU)
+    room = cache.keys_LHCd.nbytes + cache.values_LHCd.nbytes
+
+    def on_a_gpu(free: int) -> Callable[..., object]:
+        return lambda tensors, dtype, device, beside: placing.upload(tensors, dtype, device, free, beside)
+
+    monkeypatch.setattr(engine, "place", on_a_gpu(weights + room - 1))
+    with pytest.raises(InputError, match=r"the weights take .* and the cache of a full context .* but cpu has"):
+        engine.load(folder)
+    monkeypatch.setattr(engine, "place", on_a_gpu(weights + room))
+    engine.load(folder)

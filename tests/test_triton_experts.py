@@ -25,6 +25,7 @@ from tests.test_experts import CASES, random_inputs, random_weights
 from tests.triton_device import bfloat16_as_on_a_gpu
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
 stacked = importlib.import_module("minimoe.experts.triton").stacked
 grouped, pairs = (importlib.import_module(f"minimoe.triton.{name}") for name in ("grouped", "pairs"))
 

@@ -7,14 +7,17 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from minimoe.routers import PrefixRouter, Router, RouterContext, base, rank
+from minimoe.routers import PrefixRouter, Router, RouterContext, rank
 from minimoe.routers.spec import parse_router
 from minimoe.routing import Routing
 from tests.accelerator import DEVICE
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
 on_device = importlib.import_module("minimoe.triton.routing").on_device
 
 SPECS = [
@@ -42,11 +45,9 @@ def curves(E: int) -> Tensor:
     generator = torch.Generator().manual_seed(E)
     random = [torch.randn(2, E, generator=generator) * spread for spread in (0.1, 1.0, 4.0, 30.0)]
     rising = torch.arange(E, dtype=torch.float32)
-    awkward = [torch.zeros(E), 20.0 * (rising == E // 2), rising % 2, torch.full((E,), -1e4), rising / E, -rising / E]
-    return torch.cat([*random, torch.stack(awkward)]).to(torch.bfloat16)
-
-
-GEOMETRIC = 2  # the last so many curves: each probability is the same multiple of the next, up to rounding
+    awkward = [torch.zeros(E), 20.0 * (rising == E // 2), rising % 2, torch.full((E,), -3e38), rising / E, -rising]
+    straight = [torch.log(rising + 1), 3e38 * (rising == 1), -3e38 * (rising == 1)]
+    return torch.cat([*random, torch.stack([*awkward, *straight])]).to(torch.bfloat16)
 
 
 def context(T: int, E: int) -> RouterContext:
@@ -55,73 +56,80 @@ def context(T: int, E: int) -> RouterContext:
 
 
 def by_kernel(rule: Router, logits_TE: Tensor) -> tuple[Routing, bool]:
-    E, broken_1 = logits_TE.shape[1], torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    routing = on_device(rule, min(8, E), E, norm_topk_prob=False).route(logits_TE.to(DEVICE), broken_1)
+    T, E = logits_TE.shape
+    found, broken_1 = on_device(rule, min(8, E), E, norm_topk_prob=False), torch.zeros(1, dtype=torch.int32).to(DEVICE)
+    # What nobody has written is no routing.
+    routing = Routing(
+        torch.full((T, found.limit), -1, device=DEVICE),
+        torch.full((T, found.limit), math.nan, device=DEVICE),
+        torch.full((T,), -1, device=DEVICE),
+        E,
+    )
+    found.route(logits_TE.to(DEVICE), routing, broken_1)
     return routing.detach(), bool(broken_1)
 
 
-@pytest.fixture(scope="module")
-def every() -> Routing:
-    """All experts of all curves, ranked by the kernel."""
-    return by_kernel(parse_router("top_k:k=64"), curves(64))[0]
+def by_rule(rule: Router, logits_TE: Tensor) -> Routing:
+    return rule.route(logits_TE.to(DEVICE), context(*logits_TE.shape)).detach()
+
+
+def assert_equal(found: Routing, expected: Routing, rtol: float = 0) -> None:
+    assert torch.equal(found.experts_TK, expected.experts_TK)
+    assert torch.equal(found.k_T, expected.k_T)
+    torch.testing.assert_close(found.weights_TK, expected.weights_TK, rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_on_the_same_probabilities_the_kernel_decides_as_the_rule_does(
-    spec: str, every: Routing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_decides_as_the_rule_does(spec: str) -> None:
     logits_TE = curves(64)
     rule = parse_router(spec)
     assert isinstance(rule, PrefixRouter)
     found, broken = by_kernel(rule, logits_TE)
     found.check()
     assert not broken
-    monkeypatch.setattr(base, "rank", lambda logits_TE: (every.weights_TK, every.experts_TK))
-    expected = rule.route(logits_TE, context(*logits_TE.shape))
-    assert torch.equal(found.experts_TK, expected.experts_TK)
-    assert torch.equal(found.k_T, expected.k_T)
     # Renormalising adds weights up, in an order of its own.
-    torch.testing.assert_close(
-        found.weights_TK, expected.weights_TK, rtol=0 if rule.renorm == "model" else 1e-6, atol=0
-    )
-
-
-@pytest.mark.parametrize("spec", ["elbow", "max_gap:cap=20", "gap_ratio", "top_p:p=0.3", "min_p:renorm=topk"])
-def test_from_the_logits_on_the_kernel_decides_as_the_rule_does(spec: str) -> None:
-    """Not where a decision hangs on the last bit of the softmax, which torch computes in another order."""
-    logits_TE = curves(64)[:-GEOMETRIC]
-    found, _ = by_kernel(parse_router(spec), logits_TE)
-    expected = parse_router(spec).route(logits_TE, context(*logits_TE.shape))
-    assert torch.equal(found.experts_TK, expected.experts_TK)
-    assert torch.equal(found.k_T, expected.k_T)
-    torch.testing.assert_close(found.weights_TK, expected.weights_TK, rtol=1e-6, atol=0)
+    assert_equal(found, by_rule(rule, logits_TE), rtol=0 if rule.renorm == "model" else 1e-6)
 
 
 @pytest.mark.parametrize("spec", ["elbow", "max_gap", "gap_ratio", "top_p"])
 @pytest.mark.parametrize("E", [1, 2, 5])
 def test_any_number_of_experts(E: int, spec: str) -> None:
-    logits_TE = curves(E)
-    found, _ = by_kernel(parse_router(spec), logits_TE)
-    expected = parse_router(spec).route(logits_TE, context(*logits_TE.shape))
-    assert torch.equal(found.experts_TK, expected.experts_TK)
-    assert torch.equal(found.k_T, expected.k_T)
+    assert_equal(by_kernel(parse_router(spec), curves(E))[0], by_rule(parse_router(spec), curves(E)))
+
+
+@pytest.mark.parametrize("spec", ["gap_ratio", "top_p:p=1,cap=5", "elbow", "max_gap"])
+@given(
+    logits=st.lists(
+        st.integers(-6, 6).map(lambda n: n / 2) | st.sampled_from([3e38, -3e38, 88.0]), min_size=5, max_size=5
+    )
+)
+@settings(max_examples=15)
+def test_where_decisions_hang_on_the_last_bit(spec: str, logits: list[float]) -> None:
+    """Equal ratios, straight lines, sums that just reach 1, and logits as large as they may be."""
+    logits_TE = torch.tensor([logits])
+    assert_equal(by_kernel(parse_router(spec), logits_TE)[0], by_rule(parse_router(spec), logits_TE))
 
 
 def test_ranking_and_probabilities_are_those_of_rank() -> None:
     logits_TE = curves(64).float()
     found, _ = by_kernel(parse_router("top_k:k=64"), logits_TE)
-    sorted_TE, experts_TE = rank(logits_TE)
-    assert torch.equal(found.experts_TK, experts_TE)
-    torch.testing.assert_close(found.weights_TK, sorted_TE, rtol=1e-6, atol=1e-30)
+    sorted_TE, experts_TE = rank(logits_TE.to(DEVICE))
+    assert torch.equal(found.experts_TK, experts_TE.cpu())
+    assert torch.equal(found.weights_TK, sorted_TE.cpu())
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_logits_that_are_not_finite_are_told_and_do_no_harm(bad: float) -> None:
+    """The reference refuses them, so all that counts is that they are told, and other tokens' routing is as ever."""
     logits_TE = curves(8).float()
+    whole, _ = by_kernel(parse_router("elbow"), logits_TE)
     logits_TE[3, 5] = bad
+    logits_TE[6] = bad
     found, broken = by_kernel(parse_router("elbow"), logits_TE)
     assert broken
     found.check()
+    others = torch.tensor([t for t in range(len(logits_TE)) if t not in (3, 6)])
+    assert_equal(found.rows(others), whole.rows(others))
 
 
 @pytest.mark.parametrize(

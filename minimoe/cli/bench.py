@@ -96,10 +96,16 @@ def bench(
     # What a user's own rule returns is tested while it warms up, and not where that would be measured too.
     rules = {spec: read_router(spec, every_pass=False) for spec in specs}
     loaded = [options.load_engine(model, options.DEFAULT_ROUTER, name, dtype, device, threads) for name in backends]
-    for line in dict.fromkeys(note for engine in loaded for note in engine.notes):
+    noted = [note for engine in loaded for note in engine.notes]
+    noted += [note for engine in loaded for rule in rules.values() for note in engine.uncaptured(rule)]
+    for line in dict.fromkeys(noted):
         tell(line)
     engines = {engine.backend: engine for engine in loaded}
-    arms = [Arm(spec, name, rule, engine.model) for name, engine in engines.items() for spec, rule in rules.items()]
+    arms = [
+        Arm(spec, name, rule, engine.model, engine.decoder_for(rule))
+        for name, engine in engines.items()
+        for spec, rule in rules.items()
+    ]
     engine = loaded[0]
     with working(len(works) * len(arms) * (repetitions + 1)) as ran:
         results = measure(

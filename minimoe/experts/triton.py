@@ -1,6 +1,7 @@
 """Experts on a GPU, by Triton kernels: what a rule prunes is not read, and the host never waits for k.
 
-See minimoe/triton/pairs.py for a lone token and minimoe/triton/grouped.py for more.
+See minimoe/triton/pairs.py for a lone token, minimoe/triton/grouped.py for more, and minimoe/triton/operations.py for
+what runs around them.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from torch import Tensor
 
 from minimoe.errors import InputError
 from minimoe.experts.base import Experts, ExpertWeights
-from minimoe.operations import Operations
 from minimoe.routing import Routing
 from minimoe.triton.grouped import run_grouped
+from minimoe.triton.operations import TritonOperations
 from minimoe.triton.pairs import run_pairs
 
 
 class Triton:
     """The backend `triton`."""
 
-    operations = Operations()
+    operations = TritonOperations()
 
     def __call__(self, weights: ExpertWeights) -> TritonExperts:
         return TritonExperts(weights)

@@ -1,8 +1,8 @@
-"""Routing on the device, in one launch: softmax, ranking, and the count of the rules that keep a prefix.
+"""Routing on the device, in two launches: torch's softmax, then ranking and the count of the rules that keep a prefix.
 
-What the kernel decides is what the rule itself decides on the same probabilities, ties included; its softmax may differ
-from torch's in the last bit. Rules that need a host (randomness, recordings, calibration, a user's own Python) have no
-place here: `on_device` says so by returning None.
+The kernel decides what the rule itself decides, ties included. The softmax is torch's because decisions can hang on its
+last bit: gap_ratio among equal ratios, top_p at p = 1, elbow on a straight line. Rules that need a host (randomness,
+recordings, calibration, a user's own Python) have no place here: `on_device` says so by returning None.
 
 Shape letters: T tokens, E experts, K slots.
 """
@@ -44,22 +44,21 @@ class DeviceRule:
     mass: str
     top_k: int
 
-    def route(self, logits_TE: Tensor, broken_1: Tensor) -> Routing:
+    def route(self, logits_TE: Tensor, into: Routing, broken_1: Tensor) -> None:
         """Choose experts and weights; the host does not wait.
 
         Args:
             logits_TE: contiguous, any float dtype.
+            into: overwritten; T tokens and `limit` slots.
             broken_1: int32; set to 1 if any logit is not finite. The routing of such a token is valid, and nonsense.
         """
         T, E = logits_TE.shape
-        experts_TK = torch.empty(T, self.limit, dtype=torch.int64, device=logits_TE.device)
-        weights_TK = torch.empty(T, self.limit, dtype=torch.float32, device=logits_TE.device)
-        k_T = torch.empty(T, dtype=torch.int64, device=logits_TE.device)
         _route_kernel[(T,)](
             logits_TE,
-            experts_TK,
-            weights_TK,
-            k_T,
+            torch.softmax(logits_TE, dim=-1, dtype=torch.float32),
+            into.experts_TK,
+            into.weights_TK,
+            into.k_T,
             broken_1,
             E=E,
             E_PADDED=triton.next_power_of_2(E),
@@ -71,7 +70,6 @@ class DeviceRule:
             MASS=self.mass,
             TOP_K=self.top_k,
         )
-        return Routing(experts_TK, weights_TK, k_T, E)
 
 
 _COUNTS: dict[type[Router], Callable[[Any, int], tuple[str, float]]] = {
@@ -101,6 +99,7 @@ def on_device(rule: Router, top_k: int, num_experts: int, norm_topk_prob: bool) 
 @triton.jit
 def _route_kernel(
     logits_TE,
+    probs_TE,
     experts_TK,
     weights_TK,
     k_T,
@@ -123,10 +122,8 @@ def _route_kernel(
     broken = tl.sum((tl.abs(logits) < float("inf")).to(tl.int32), axis=0) < E_PADDED
     tl.store(broken_1, 1, mask=broken)
     # Ids made of NaN could lie outside the experts, where the next kernel would read.
-    logits = tl.where(broken, 0.0, logits)
-    logits = tl.where(real, logits, float("-inf"))
-    powers = tl.exp(logits - tl.max(logits, axis=0))
-    probs = tl.where(real, powers / tl.sum(powers, axis=0), -1.0)
+    probs = tl.where(broken, 0.0, tl.load(probs_TE + token * E + ids, mask=real, other=0.0))
+    probs = tl.where(real, probs, -1.0)
     # An expert's rank is the number of those ahead of it: ties go to the lowest id.
     ahead = (probs[None, :] > probs[:, None]) | ((probs[None, :] == probs[:, None]) & (ids[None, :] < ids[:, None]))
     ranks = tl.sum(ahead.to(tl.int32), axis=1)
