@@ -267,20 +267,22 @@ RUN = GridExecutor.__call__
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="counts what the interpreter is told")
-def test_a_layer_of_a_step_takes_sixteen_launches(checkpoint: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two norms, five products, three for attention, three for the routing's softmax, ranking and the residual, and the
-    experts' two and their residual."""
+@pytest.mark.parametrize(("lengths", "launched"), [([2], 16), ([2, 1], 19)])
+def test_the_launches_of_a_layer(
+    checkpoint: Folders, lengths: list[int], launched: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two norms, five products, three for attention, two for routing, two sums; and for the experts two or five."""
     counts = []
     for layers in (1, 2):
         engine = load(checkpoint("base", num_hidden_layers=layers))
-        step = decoding.DecodeStep(engine.model, engine.decoder._rule, 1)
+        step = decoding.DecodeStep(engine.model, engine.decoder._rule, len(lengths))
         with torch.inference_mode():
-            caches = prompted(engine, [2])
+            caches = prompted(engine, lengths)
         with torch.inference_mode(), Launches() as launches, monkeypatch.context() as patch:
             patch.setattr(GridExecutor, "__call__", lambda *given, by=launches, **more: by.launch(*given, **more))
-            step.run(torch.tensor([3]), caches)
+            step.run(torch.tensor([3] * len(lengths)), caches)
         counts.append(launches.count)
-    assert counts[1] - counts[0] == 16
+    assert counts[1] - counts[0] == launched
 
 
 def test_the_second_step_is_captured_and_then_replayed(checkpoint: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
