@@ -149,17 +149,7 @@ def flops(found: Part, config: ModelConfig) -> Section:
                 "" if theirs is None else f"{paper['decode'] - theirs:+.1%}",
             ]
         )
-    heads = [
-        "",
-        "k, prefill",
-        "k, decode",
-        "k, all",
-        "formula, decode",
-        "formula, all",
-        "real, all",
-        "paper",
-        "difference",
-    ]
+    heads = ["", "k, prefill", "k, decode", "k, all", "formula, decode", "formula, all", "real, all"]
     section.table("flops", [*heads, "paper", "difference"], rows)
     section.say(
         f"Changes of FLOPs against top-k. For top-k the paper's formula gives {times:.1f} times the FLOPs that this "

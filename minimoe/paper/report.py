@@ -23,7 +23,7 @@ STYLE = """
 @media (prefers-color-scheme: dark) { :root { --text: #dfe1e5; --page: #17191c; --quiet: #9aa; } }
 * { box-sizing: border-box; }
 body { font: 17px/1.6 system-ui, sans-serif; color: var(--text); background: var(--page); margin: 0 auto;
-  max-width: 60rem; padding: 2rem 1.2rem 5rem; overflow-wrap: break-word; }
+  max-width: 66rem; padding: 2rem 1.2rem 5rem; overflow-wrap: break-word; }
 h1 { font-size: 2.1rem; line-height: 1.2; margin: 1rem 0; } h1 + p { color: var(--quiet); }
 h2 { font-size: 1.4rem; line-height: 1.3; margin: 3.5rem 0 1rem; }
 h2 { padding-top: .6rem; border-top: 1px solid var(--line); }

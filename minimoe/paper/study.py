@@ -117,24 +117,24 @@ class Study:
     def _samples(self, found: Part, progress: Progress) -> Part:
         """Sorted curves of the prompt in the middle of every group."""
         curves = {}
-        for name, prompts in self.prompts().items():
-            layers = sample_curves(self.engine, prompts[len(prompts) // 2])
+        middle = {name: [part[len(part) // 2]] for name, part in self.benchmarks.groups.items()}
+        for name, (ids,) in self.prompts(middle).items():
+            layers = sample_curves(self.engine, ids)
             curves[name] = [[[float(f"{p:.6g}") for p in curve] for curve in layer.tolist()] for layer in layers]
         return {"curves": curves}
 
     def _prompts(self, found: Part, progress: Progress) -> Part:
         """What needs no model: padding, and what the paper's parser can read."""
+        prompts = self.prompts(self.benchmarks.groups)
         return {
-            "padding": {name: padding(list(map(len, part))) for name, part in self.prompts().items()},
+            "padding": {name: padding(list(map(len, part))) for name, part in prompts.items()},
             "reach": {b.task.name: within_reach(b.items) for b in self.benchmarks.letters},  # type: ignore[arg-type]
         }
 
-    def prompts(self) -> dict[str, list[list[int]]]:
-        """Token ids of every prompt in the paper's protocol, by group."""
-        groups = self.benchmarks.groups
-        return {
-            name: [ids for _, ids in prompt_source(self.engine, {name: groups[name]}).sequences()] for name in groups
-        }
+    def prompts(self, groups: Mapping[str, Sequence[Any]]) -> dict[str, list[list[int]]]:
+        """Token ids of prompts in the paper's protocol, by group."""
+        sources = {name: prompt_source(self.engine, {name: part}) for name, part in groups.items()}
+        return {name: [ids for _, ids in source.sequences()] for name, source in sources.items()}
 
     def _routers(self, found: Part, progress: Progress) -> Part:
         return self.analyse(self.parts / "routers.npz", self.benchmarks.groups, NEW, progress)
@@ -172,8 +172,8 @@ class Study:
         return {TOP: TopK(), MASKED: Masked(), SKIPPED: Elbow(), SAME_K: MixedK(k=k)}
 
     def _latency(self, found: Part, progress: Progress) -> Part:
-        arms = self.arms(mean_k(found))
-        records = block_latency(self.engine, arms, self.prompts(), self.rounds, self.batch, self.seed, progress.ran)
+        arms, prompts = self.arms(mean_k(found)), self.prompts(self.benchmarks.groups)
+        records = block_latency(self.engine, arms, prompts, self.rounds, self.batch, self.seed, progress.ran)
         about = {"rounds": self.rounds, "batch": self.batch, "steps": STEPS, "threads": torch.get_num_threads()}
         return {**about, "records": records}
 
