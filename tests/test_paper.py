@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -40,6 +42,8 @@ from minimoe.routers.top_k import TopK
 from minimoe.routing import Routing
 from minimoe.scoring import cut
 
+Measured = tuple[Path, dict[str, Any]]
+
 
 @pytest.fixture(scope="module")
 def model(checkpoint: Callable[..., Path]) -> Path:
@@ -56,12 +60,21 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_benchmarks(tmp_path_factory.mktemp("data"))
 
 
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study, "QUICK_ROUNDS", 2)
-    monkeypatch.setattr(benchmarks, "QUICK_OWN", 1)
-    monkeypatch.setattr(estimate, "ALONE", 0.0)
-    monkeypatch.setattr(estimate, "TOGETHER", 100)
+@pytest.fixture(scope="module", autouse=True)
+def _short() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study, "QUICK_ROUNDS", 2)
+        patch.setattr(benchmarks, "QUICK_OWN", 1)
+        patch.setattr(estimate, "ALONE", 0.0)
+        patch.setattr(estimate, "TOGETHER", 100)
+        yield
+
+
+@pytest.fixture(scope="module")
+def measured(engine: Engine, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """A folder with all parts of a study, and what they hold."""
+    folder = tmp_path_factory.mktemp("measured")
+    return folder, measure(engine, data, folder)
 
 
 def paper(cli: Cli, model: Path, data: Path, out: Path, *words: str) -> Run:
@@ -113,8 +126,8 @@ def measure(engine: Engine, data: Path, out: Path, seed: int = 0) -> dict[str, A
     return Study(engine, six_benchmarks(data, quick=True), out, quick=True, seed=seed).run(Progress())
 
 
-def test_answers_are_those_of_the_evaluation(engine: Engine, data: Path, tmp_path: Path) -> None:
-    records = measure(engine, data, tmp_path)["scores"]["records"]
+def test_answers_are_those_of_the_evaluation(engine: Engine, measured: Measured) -> None:
+    records = measured[1]["scores"]["records"]
     (result,) = [r for r in records if (r["task"], r["protocol"], r["router"]) == ("piqa", "cloze", "elbow")]
     engine.router = Elbow()
     correct = 0
@@ -131,10 +144,10 @@ def test_answers_are_those_of_the_evaluation(engine: Engine, data: Path, tmp_pat
 
 @pytest.mark.parametrize("kill", [1, 5, 9, 30, 60])
 def test_killed_anywhere_it_ends_with_the_same_parts(
-    kill: int, engine: Engine, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kill: int, engine: Engine, data: Path, measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(study, "block_latency", lambda *_: ["times"])  # the one part that no two runs agree on
-    whole = measure(engine, data, tmp_path / "whole")
+    whole = {**measured[1], "latency": {}}  # the one part that no two runs agree on
+    monkeypatch.setattr(Study, "_latency", lambda *_: {})
     forwards, forward = 0, engine.model.forward
 
     def counting(*words: Any) -> torch.Tensor:
@@ -154,10 +167,10 @@ def test_killed_anywhere_it_ends_with_the_same_parts(
     assert forwards == done
 
 
-def test_times_are_measured_once(engine: Engine, data: Path, tmp_path: Path) -> None:
-    first = measure(engine, data, tmp_path)
-    assert len(first["latency"]["records"]) == (len(TASKS) + 1) * 4 * 3
-    assert measure(engine, data, tmp_path) == first
+def test_times_are_measured_once(engine: Engine, data: Path, measured: Measured) -> None:
+    folder, found = measured
+    assert len(found["latency"]["records"]) == (len(TASKS) + 1) * 4 * 3
+    assert measure(engine, data, folder) == found
 
 
 # What is measured
@@ -276,18 +289,18 @@ def test_own_items_are_what_compare_scores(engine: Engine) -> None:
     assert place == len(cloze.items) == len(letters.items)
 
 
-def test_the_estimate_falls_as_parts_are_done(engine: Engine, data: Path, tmp_path: Path) -> None:
+def test_the_estimate_falls_as_parts_are_done(engine: Engine, data: Path, measured: Measured, tmp_path: Path) -> None:
     one = Study(engine, six_benchmarks(data, quick=True), tmp_path, quick=True)
     before = seconds(one)
-    one.run(Progress())
+    shutil.copytree(measured[0] / "parts", tmp_path / "parts")
     assert seconds(one) == 0 < before
     for name in ("scores.json", "latency.json"):
         (tmp_path / "parts" / name).unlink()
     assert 0 < seconds(one) < before  # all answers are in the log: what is left is the latency
 
 
-def test_the_verdict_says_what_the_numbers_say(engine: Engine, data: Path, tmp_path: Path) -> None:
-    found = measure(engine, data, tmp_path)
+def test_the_verdict_says_what_the_numbers_say(measured: Measured) -> None:
+    found = copy.deepcopy(measured[1])
     of = {(r["protocol"], r["parser"], r["router"], r["task"]): r for r in found["scores"]["records"]}
     tail, head = (of["cloze", None, rule, "mmlu"] for rule in ("random_tail", "random_head"))
     tail |= {"change": -0.011, "change_interval": [-0.02, 0.001]}
@@ -353,9 +366,9 @@ def test_bad_input_is_one_sentence(
     assert "pip install 'minimoe[plot]'" in run.err
 
 
-def test_another_study_is_not_overwritten(engine: Engine, data: Path, tmp_path: Path) -> None:
-    measure(engine, data, tmp_path)
-    before = (tmp_path / "parts" / "routers.json").read_bytes()
+def test_another_study_is_not_overwritten(engine: Engine, data: Path, measured: Measured) -> None:
+    kept = measured[0] / "parts" / "routers.json"
+    before = kept.read_bytes()
     with pytest.raises(InputError, match="is of another study"):
-        measure(engine, data, tmp_path, seed=1)
-    assert (tmp_path / "parts" / "routers.json").read_bytes() == before
+        measure(engine, data, measured[0], seed=1)
+    assert kept.read_bytes() == before
