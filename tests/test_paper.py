@@ -27,6 +27,7 @@ from minimoe.evaluate.run import prepare
 from minimoe.evaluate.tasks import TASKS, RequestSet
 from minimoe.hub import resolve
 from minimoe.items import cloze_items
+from minimoe.journal import Journal
 from minimoe.model import Batch
 from minimoe.paper import benchmarks, estimate, measures, published, study
 from minimoe.paper.benchmarks import own_items, six_benchmarks
@@ -192,7 +193,7 @@ def test_masking_gives_the_same_text_and_computes_everything(engine: Engine) -> 
     assert any(bool((k_T < 8).any()) for k_T in k["skipped"])
 
 
-def test_arms_take_turns_on_the_same_tokens(engine: Engine) -> None:
+def test_arms_take_turns_on_the_same_tokens(engine: Engine, tmp_path: Path) -> None:
     seen: list[tuple[str, str, tuple[int, ...]]] = []
 
     @dataclass(frozen=True, kw_only=True)
@@ -206,24 +207,22 @@ def test_arms_take_turns_on_the_same_tokens(engine: Engine) -> None:
 
     arms = {"a": Watched(name="a"), "b": Watched(name="b"), "c": Masked()}
     prompts = {"x": [[5, 6, 7, 8, 9, 10], [11] * 7, [12] * 8], "y": [[1, 2, 3], [20] * 9]}
-    records = {(r["group"], r["arm"], r["phase"]): r for r in block_latency(engine, arms, prompts, 2, 2, seed=0)}
+    path = tmp_path / "times.jsonl"
+    found = block_latency(engine, arms, prompts, 2, 2, 0, Journal(path, "x"))
+    records = {(r["group"], r["arm"], r["phase"]): r for r in found}
     assert set(records) == set(product(("x", "y", "all"), "abc", ("prefill", "decode", "all")))
     assert all(0 < r["low"] <= r["median"] <= r["high"] and r["mean_k"] == 8 for r in records.values())
     assert all(records[group, "a", "all"]["change"] == 0 for group in prompts)
     # Prompts side by side but for their last four tokens, which follow one by one.
-    first = [ids for name, phase, ids in seen[:5] if name == "a"]
-    assert first == [(5, 6, 11, 11, 11), (7, 11), (8, 11), (9, 11), (10, 11)]
+    assert [ids for _, _, ids in seen[:5]] == [(5, 6, 11, 11, 11), (7, 11), (8, 11), (9, 11), (10, 11)]
     for name in "ab":
         rounds = [ids for other, phase, ids in seen if other == name and phase == "prefill"]
-        assert rounds == [
-            (5, 6, 11, 11, 11),
-            (20,) * 5,
-            (12,) * 4 + (5, 6),
-            (20,) * 5,
-            (11,) * 3 + (12,) * 4,
-            (20,) * 5,
-        ]
-    assert [name for name, phase, _ in seen if phase == "prefill"][:8] == ["a", "b", "a", "b", "b", "a", "b", "a"]
+        first = (5, 6, 11, 11, 11)
+        assert rounds == [first, first, (20,) * 5, (12,) * 4 + (5, 6), (20,) * 5]  # the first one does not count
+    assert [name for name, phase, _ in seen if phase == "prefill"][2:] == ["a", "b", "a", "b", "b", "a", "b", "a"]
+    calls = len(seen)
+    assert block_latency(engine, arms, prompts, 2, 2, 0, Journal(path, "x")) == found  # taken from the file
+    assert len(seen) == calls + 10  # but for the first one
     assert records["x", "a", "decode"]["tokens"] == 2
     assert records["y", "a", "decode"]["idle"] == (64 - 8) / 64  # one token, eight experts
     mixed = mean(records[group, "b", "prefill"]["median"] for group in prompts)

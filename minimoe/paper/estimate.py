@@ -11,6 +11,7 @@ from typing import Any
 
 from minimoe.evaluate.log import Log
 from minimoe.evaluate.run import Benchmark, decides_alone, evaluate
+from minimoe.journal import Journal
 from minimoe.paper.figures import scatter
 from minimoe.paper.measures import block_latency
 from minimoe.paper.report import svg
@@ -100,14 +101,14 @@ def _subjects(study: Study, rates: _Rates) -> float:
 
 
 def _latency(study: Study) -> float:
-    """From the rounds of a single arm: one that counts, and the one before it."""
+    """From a round of a single arm."""
     groups, arms = study.benchmarks.groups, study.arms(TYPICAL_K)
     prompts = study.prompts({name: _spread(part, study.batch) for name, part in groups.items()})
 
     def one() -> Any:
-        return block_latency(study.engine, {"": TopK()}, prompts, 1, study.batch, study.seed)
+        return block_latency(study.engine, {"": TopK()}, prompts, 1, study.batch, study.seed, Journal(None, ""))
 
-    return _timed(one) / 2 * (study.rounds + 1) * len(arms)
+    return _timed(one) * study.rounds * len(arms)
 
 
 def _scores(study: Study, rates: _Rates) -> float:

@@ -6,7 +6,7 @@ Shape letters: T tokens, E experts, K slots, N curves.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, product
@@ -20,6 +20,7 @@ from minimoe.analysis.summary import ALL
 from minimoe.cache import KVCache
 from minimoe.engine import Engine
 from minimoe.evaluate.letters import LetterPrompt, read_as_published
+from minimoe.journal import Journal
 from minimoe.model import Batch
 from minimoe.probe import Phase, Probe
 from minimoe.profiler import quartiles, synchronise
@@ -116,7 +117,10 @@ class BlockClock(Probe):
         self.idle += int((used_E == 0).sum())
 
 
-Clocks = Mapping[Phase, BlockClock]
+COUNTED = ("seconds", "blocks", "tokens", "pairs", "idle")
+Counts = dict[str, float]
+Clocks = Mapping[str, Counts]
+"""By phase, what a BlockClock counted."""
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 
 
@@ -127,36 +131,40 @@ def block_latency(
     rounds: int,
     batch: int,
     seed: int,
+    journal: Journal,
     ran: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[dict[str, Any]]:
     """The time of MoE blocks: `batch` prompts of a group side by side but for their last STEPS tokens, then these.
 
-    The arms take turns on the same prompts, beginning with another one each time; every round takes the next prompts,
-    and the first does not count.
+    The arms take turns on the same prompts, beginning with another one each time, and every round takes the next
+    prompts. Each arm runs once before anything counts.
 
     Args:
         arms: rules by name; changes are against the first.
         prompts: token ids by group; those of STEPS tokens and fewer are left out.
+        journal: keeps what was timed, so that nothing is timed twice.
 
     Returns:
         One record for each group, "all" of them, arm and phase; the phase "all" is the mean of a block in prefill and
         one in decode, as in the paper, where every batch has one pass of each. arm, group, phase; mean_k; idle, the
-        share of experts without a token in a block; seconds a block and the change against the first arm in the same
-        round: median, low and high quartile.
+        share of experts without a token in a block; tokens a block; seconds a block and the change against the first
+        arm in the same round: median, low and high quartile.
     """
-    taken: dict[tuple[str, str], list[Clocks]] = {key: [] for key in product(prompts, arms)}
+    taken: dict[tuple[str, str], list[Clocks]] = {key: [] for key in product([*prompts, ALL], arms)}
     pools = {group: [ids for ids in part if len(ids) > STEPS] for group, part in prompts.items()}
-    names, done, total = list(arms), 0, (rounds + 1) * len(pools) * len(arms)
+    names, done = list(arms), 0
     with torch.inference_mode():
-        for turn, (group, pool) in product(range(rounds + 1), pools.items()):
+        for router in arms.values():
+            _walk(engine, router, next(iter(pools.values()))[:batch], seed)
+        for turn, (group, pool) in product(range(rounds), pools.items()):
             chosen = [pool[(turn * batch + place) % len(pool)] for place in range(min(batch, len(pool)))]
             first = turn % len(names)
-            for name in names[first:] + names[:first]:
-                clocks = _walk(engine, arms[name], chosen, seed + turn)
-                done += 1
-                ran(done, total)
-                if turn:
-                    taken[group, name].append(clocks)
+            order = names[first:] + names[:first]
+            clocks = journal.once(lambda: {n: _walk(engine, arms[n], chosen, seed + turn) for n in order})  # noqa: B023
+            for name in names:
+                taken[group, name].append(clocks[name])
+            done += 1
+            ran(done, rounds * len(pools))
     for name in names:
         together = zip(*(taken[group, name] for group in pools), strict=True)
         taken[ALL, name] = [{phase: _sum(clocks[phase] for clocks in part) for phase in PHASES} for part in together]
@@ -180,15 +188,12 @@ def _walk(engine: Engine, router: Router, prompts: Sequence[Ids], seed: int) -> 
     run([ids[:-STEPS] for ids in prompts], "prefill")
     for step in range(-STEPS, 0):
         run([[ids[step]] for ids in prompts], "decode")
-    return clocks
+    return {phase: {name: getattr(clock, name) for name in COUNTED} for phase, clock in clocks.items()}
 
 
-def _sum(clocks: Iterator[BlockClock]) -> BlockClock:
-    parts = list(clocks)
-    total = BlockClock(parts[0].device)
-    for name in ("seconds", "blocks", "tokens", "pairs", "idle"):
-        setattr(total, name, sum(getattr(part, name) for part in parts))
-    return total
+def _sum(counts: Iterable[Counts]) -> Counts:
+    parts = list(counts)
+    return {name: sum(part[name] for part in parts) for name in COUNTED}
 
 
 def _latency(
@@ -197,7 +202,7 @@ def _latency(
     phases = [one for one in PHASES if phase in (one, ALL)]
 
     def block(clocks: Clocks) -> float:
-        return mean(clocks[one].seconds / clocks[one].blocks for one in phases)
+        return mean(clocks[one]["seconds"] / clocks[one]["blocks"] for one in phases)
 
     total = _sum(clocks[one] for clocks in own for one in phases)
     low, median, high = quartiles([block(clocks) for clocks in own])
@@ -207,9 +212,9 @@ def _latency(
         "group": group,
         "arm": arm,
         "phase": phase,
-        "mean_k": total.pairs / total.tokens,
-        "idle": total.idle / (total.blocks * engine.config.num_experts),
-        "tokens": total.tokens / total.blocks,
+        "mean_k": total["pairs"] / total["tokens"],
+        "idle": total["idle"] / (total["blocks"] * engine.config.num_experts),
+        "tokens": total["tokens"] / total["blocks"],
         "median": median,
         "low": low,
         "high": high,

@@ -20,6 +20,7 @@ from minimoe.evaluate.letters import NEW_TOKENS, Letters
 from minimoe.evaluate.log import Log
 from minimoe.evaluate.results import results
 from minimoe.evaluate.run import Benchmark, evaluate, left, settings
+from minimoe.journal import Journal
 from minimoe.paper.benchmarks import Benchmarks
 from minimoe.paper.measures import STEPS, Masked, block_latency, padding, sample_curves, within_reach
 from minimoe.routers import Router
@@ -95,6 +96,7 @@ class Study:
                 kept = make(found, progress)
                 document = {"identity": self.identity, "data": kept}
                 write_whole(path, json.dumps(document, allow_nan=False) + "\n")
+                path.with_suffix(".jsonl").unlink(missing_ok=True)
             found[name] = kept
         return found
 
@@ -173,7 +175,9 @@ class Study:
 
     def _latency(self, found: Part, progress: Progress) -> Part:
         arms, prompts = self.arms(mean_k(found)), self.prompts(self.benchmarks.groups)
-        records = block_latency(self.engine, arms, prompts, self.rounds, self.batch, self.seed, progress.ran)
+        journal = Journal(self.parts / "latency.jsonl", self.identity)
+        records = block_latency(self.engine, arms, prompts, self.rounds, self.batch, self.seed, journal, progress.ran)
+        journal.close()
         about = {"rounds": self.rounds, "batch": self.batch, "steps": STEPS, "threads": torch.get_num_threads()}
         return {**about, "records": records}
 
