@@ -17,7 +17,6 @@ from minimoe.paper.measures import block_latency
 from minimoe.paper.report import svg
 from minimoe.paper.study import NEW, Progress, Study, mean_k, read_part
 from minimoe.routers import Router
-from minimoe.routers.mixed_k import MixedK
 from minimoe.routers.top_k import TopK
 
 TOGETHER = 8000  # characters of prompts in a probe of passes over many items
@@ -59,7 +58,6 @@ class _Rates:
     def __init__(self, study: Study) -> None:
         self.study = study
         self._together: dict[str, float] = {}
-        self._alone: dict[int, float] = {}
 
     def together(self, protocol: str) -> float:
         """Seconds a character of prompts, by rules that many items are run together for."""
@@ -70,14 +68,13 @@ class _Rates:
             self._together[protocol] = _timed(lambda: self._run(some, TopK())) / sum(map(_characters, some))
         return self._together[protocol]
 
-    def alone(self, benchmark: Benchmark) -> float:
-        """Seconds an item, by rules that have every pass to themselves."""
-        if id(benchmark) not in self._alone:
-            one = _timed(lambda: self._run([replace(benchmark, items=benchmark.items[:1])], MixedK(k=TYPICAL_K)))
-            some = _spread(benchmark.items, min(max(1, int(ALONE / one)), 16))
-            total = _timed(lambda: self._run([replace(benchmark, items=some)], MixedK(k=TYPICAL_K)))
-            self._alone[id(benchmark)] = total / len(some)
-        return self._alone[id(benchmark)]
+    def alone(self, benchmark: Benchmark, rule: Router) -> float:
+        """Seconds an item, by a rule that has every pass to itself."""
+        first = replace(benchmark, items=benchmark.items[:1])
+        self._run([first], rule)
+        one = _timed(lambda: self._run([first], rule))
+        some = replace(benchmark, items=_spread(benchmark.items, min(max(1, int(ALONE / one)), 16)))
+        return _timed(lambda: self._run([some], rule)) / len(some.items)
 
     def _run(self, benchmarks: Sequence[Benchmark], rule: Router) -> None:
         with Log(None, {}) as log:
@@ -128,7 +125,7 @@ def _scores(study: Study, rates: _Rates) -> float:
                         rate = rates.together(benchmark.protocol) if lacking else 0.0
                         total += rate * sum(item.characters for item in lacking)
                     elif lacking:
-                        total += rates.alone(benchmark) * len(lacking)
+                        total += rates.alone(benchmark, rule) * len(lacking)
     return total
 
 
