@@ -18,7 +18,11 @@ def _accuracy(found: Part) -> str:
     sets = "set" if len(names) == 1 else "benchmarks"
     extremes = [scores["elbow", name]["change"] for name in names]
     reach = f"{extremes[0]:+.1%}" if len(extremes) == 1 else f"{min(extremes):+.1%} to {max(extremes):+.1%}"
+    letters = [scores_of(found, "letters")["top_k", name] for name in names]
+    named, total = (sum(r["items"] - r["invalid"] for r in letters), sum(r["items"] for r in letters))
     return (
+        f"By letters, the paper's protocol, the model names a choice on {named:,} of {total:,} items"
+        f"{', so that this protocol says nothing about it' if named < total / 10 else ''}. "
         f"Accuracy by log-probability changes by {reach} under the elbow rule, beyond chance on {changed['elbow']} of "
         f"{len(names)} {sets}; with top-k at the same mean k, which knows nothing of elbows, on {changed['mixed_k']}."
     )
