@@ -9,6 +9,7 @@ Shape letters: T tokens, D hidden, V vocabulary, R rows whose logits are wanted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -193,15 +194,19 @@ class _Work:
         for start in range(0, len(asked), HEAD_ROWS):
             block = asked[start : start + HEAD_ROWS]
             rows = sorted({row for row, _ in block})
-            logits_RV = self.model.head(hidden_TD[rows], self.probe).double()
-            if not bool(torch.isfinite(logits_RV).all()):
+            logits_RV = self.model.head(hidden_TD[rows], self.probe)
+            # The least and the largest of all are NaN where one is; looking at each by itself takes as long as a layer.
+            if not all(math.isfinite(end) for end in torch.aminmax(logits_RV)):
                 raise NumericalError("the logits of a token to score are not finite; the weights are broken.")
-            logprobs_RV, best = logits_RV.log_softmax(-1), logits_RV.argmax(-1).tolist()
+            logprobs_RV, highest_R = logits_RV.float().log_softmax(-1), logits_RV.amax(-1).tolist()
             place = {row: index for index, row in enumerate(rows)}
             at = [place[row] for row, _ in block]
             targets = [target for _, target in block]
             values = logprobs_RV[at, targets].tolist()
-            yield from ((value, best[i] == target) for value, i, target in zip(values, at, targets, strict=True))
+            chosen = logits_RV[at, targets].tolist()
+            for value, i, target, logit in zip(values, at, targets, chosen, strict=True):
+                # Of several that are equally likely, the first is the likeliest.
+                yield value, logit == highest_R[i] and int(logits_RV[i].argmax()) == target
 
     def _result(self, group: int) -> Group:
         scores = []

@@ -69,7 +69,7 @@ def hellaswag(row: Sequence[Any]) -> dict[str, Any]:
 
 def write_lines(path: Path, rows: Iterable[Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     return path
 
 

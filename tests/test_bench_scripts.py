@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from benchmark_files import write_benchmarks
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, OlmoeConfig
 
-from bench import analysis, limits, loading, peers, pruning, report, startup, synthetic
+from bench import analysis, evaluation, limits, loading, peers, pruning, report, startup, synthetic
 from bench.engines import ENGINES, BenchEngine, MiniMoe
 from bench.loading import peak_resident_bytes
 from bench.peers import MAX_ERROR, Work, compare, distance, ratios
@@ -32,6 +33,8 @@ from minimoe.checkpoint import read_checkpoint, tensor_shapes
 from minimoe.config import ModelConfig
 from minimoe.engine import load
 from minimoe.errors import InputError
+from minimoe.evaluate.run import prepare
+from minimoe.evaluate.tasks import TASKS
 from minimoe.model import Batch
 from minimoe.probe import RoutingRecorder
 
@@ -423,3 +426,16 @@ def test_the_curves_and_the_text_of_the_analysis_are_counted(tmp_path: Path) -> 
     assert cost["tokens"] == len(engine.tokenizer.encode(path.read_text()))
     assert cost["plain"].median > 0
     assert cost["overhead"].median == pytest.approx(cost["analysis"].median / cost["plain"].median - 1)
+
+
+def test_plain_prefill_runs_the_tokens_that_scoring_runs(tmp_path: Path) -> None:
+    """eval counts its own tokens; the passes beside it are made from the items."""
+    engine = load("tiny", threads=1)
+    benchmark = prepare(TASKS["arc_easy"], write_benchmarks(tmp_path))
+    found = evaluation.measured(engine, benchmark, rounds=1)
+    assert found["tokens"] == found["plain_tokens"] > 0
+    assert found["ratio"].median == pytest.approx(found["scoring"].median / found["prefill"].median)
+    (one,) = evaluation.plain_passes(engine, benchmark)
+    rows = sum(len(engine.score(*pair).tokens) for item in benchmark.items
+               for pair in zip(item.contexts(), item.continuations, strict=True))  # fmt: skip
+    assert one.rows == rows

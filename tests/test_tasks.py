@@ -226,6 +226,8 @@ GOOD = arc(ARC_EASY[0])
         ([arc(("x", "Which?", ["a"], "A", "A"))], "1 choices"),
         ([arc(("x", "Which?", ["a", " "], "AB", "A"))], "no choice empty"),
         ([arc(("x", "Which?", ["a", 3], "AB", "A"))], "must be texts"),
+        ([GOOD, arc(("x", "Which?", ["a", "b"], "AA", "A"))], "line 2 .*same label"),
+        ([arc(("x", "Which?", ["a", "b\ud800"], "AB", "A"))], "line 1 .*surrogate"),
         (["text"], "line 1 .* other types"),
         ([], "no items"),
     ],
@@ -260,8 +262,12 @@ def test_missing_and_half_files_are_told_apart(tmp_path: Path) -> None:
     assert "not UTF-8" in refused("winogrande", data)
     write_lines(file, [{"qID": "x", "sentence": "no blank", "option1": "a", "option2": "b", "answer": "1"}])
     assert "one blank" in refused("winogrande", data)
-    write_lines(file, [{"qID": "x", "sentence": "a _", "option1": "a", "option2": "b", "answer": ""}])
+    write_lines(file, [{"qID": "x", "sentence": "a _ b", "option1": "a", "option2": "b", "answer": ""}])
     assert "answer is ''" in refused("winogrande", data)
+    write_lines(file, [{"qID": "x", "sentence": "a _ ", "option1": "a", "option2": "b", "answer": "1"}])
+    assert "nothing follows the blank" in refused("winogrande", data)
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    assert "git lfs pull" in refused("winogrande", data)
     file.unlink()
     assert "WinoGrande is not there" in refused("winogrande", data)
     assert "is no folder" in refused("winogrande", data / "nowhere")

@@ -59,6 +59,8 @@ def _arc(fields: Any) -> Question:
     question, key = fields["question"], fields["answerKey"]
     labels = tuple(str(choice["label"]) for choice in question["choices"])
     choices = tuple(choice["text"] for choice in question["choices"])
+    if len(set(labels)) < len(labels):
+        raise InputError(f"two of its choices have the same label, of {', '.join(labels)}")
     if key not in labels:
         raise InputError(f"its answerKey is {key!r}, but its choices are labelled {', '.join(labels)}")
     return Question(fields["id"], question["stem"], choices, labels.index(key), labels)
@@ -137,6 +139,8 @@ def read_winogrande(path: Path) -> list[Question]:
 def _winogrande(fields: Any) -> Question:
     if fields["sentence"].count("_") != 1:
         raise InputError("its sentence must have exactly one blank, written _")
+    if not fields["sentence"].partition("_")[2].strip():
+        raise InputError("nothing follows the blank of its sentence, so that there is nothing to score")
     if fields["answer"] not in ("1", "2"):
         raise InputError(f"its answer is {fields['answer']!r}; it must be '1' or '2'")
     gold = int(fields["answer"]) - 1
@@ -189,6 +193,10 @@ def _checked(make: Callable[..., Question], fields: Any, place: str, *more: int)
     texts = (question.id, question.stem, *question.choices)
     if not all(isinstance(text, str) for text in texts) or not all(text.strip() for text in question.choices):
         raise InputError(f"{place} cannot be used: id, question and choices must be texts, and no choice empty.")
+    try:
+        "".join((question.passage, *texts)).encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{place} cannot be used: it has half of a surrogate pair, which is no character.") from None
     if not 2 <= len(question.choices) <= len(LETTERS):
         raise InputError(f"{place} has {len(question.choices)} choices; from 2 to {len(LETTERS)} can be scored.")
     return question
@@ -208,8 +216,11 @@ def _some(items: list[Any], path: Path) -> list[Any]:
 def _read(path: Path) -> str:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            return file.read()
+            text = file.read()
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}.") from None
     except UnicodeDecodeError:
         raise InputError(f"{path} is not UTF-8 text.") from None
+    if text.startswith("version https://git-lfs"):
+        raise InputError(f"{path} is only a pointer of Git LFS; fetch the file itself with 'git lfs pull'.")
+    return text

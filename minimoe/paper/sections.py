@@ -1,70 +1,83 @@
-"""The report: for each claim, table and figure of the paper its values beside ours; `faults` has the rest."""
+"""The report: the paper's claims and its tables beside ours; `shapes` has its figures of elbows, `faults` the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import mean
 from typing import Any
 
-import torch
-
-from minimoe.analysis.figures import bound_figure
 from minimoe.analysis.summary import ALL
 from minimoe.config import ModelConfig
-from minimoe.curve import elbow
-from minimoe.evaluate.tasks import TASKS
-from minimoe.paper import faults, figures, published
-from minimoe.paper.findings import latency_of, layers_of, record, scores_of, shown
+from minimoe.flops import layer_flops
+from minimoe.paper import faults, figures, published, shapes
+from minimoe.paper.findings import (
+    change,
+    eta2,
+    groups,
+    latency_of,
+    layers_of,
+    load_changes,
+    record,
+    scores_of,
+    shown,
+    span,
+    subjects,
+    tasks,
+)
 from minimoe.paper.report import Section
-from minimoe.paper.study import Part
+from minimoe.paper.study import SAME_K, SKIPPED, TOP, Part
+from minimoe.paper.verdict import verdict
+
+PROTOCOLS = {
+    "letters": "By letters, zero-shot, greedy: the paper's protocol, with a parser that knows each item's labels.",
+    "cloze": "By the log-probability of the answers' text (OLMES prompts, zero-shot): a small model's better measure.",
+}
+RULES = {"elbow": "elbow", "mixed_k": "top-k at elbow's mean k"}
 
 
 def sections(found: Part, config: ModelConfig) -> list[Section]:
     """Every section, from the parts of a Study."""
     makers: list[Callable[[Part, ModelConfig], Section]] = [
         claims,
-        faults.readings,
         load,
         accuracy,
+        work,
         replaced,
-        shape,
-        samples,
-        theorem,
-        faults.latency,
-        faults.flops,
-        faults.null,
-        faults.parser,
+        shapes.shape,
+        shapes.samples,
+        shapes.theorem,
+        *faults.SECTIONS,
     ]
     return [make(found, config) for make in makers]
 
 
 def claims(found: Part, config: ModelConfig) -> Section:
-    """The paper's claims, one a line."""
+    """The paper's claims, one a line, and in words what of them holds."""
     section = Section("What the paper claims, and what is found here")
-    whole = record(found, "routers")
-    layers = layers_of(found)
-    scores = scores_of(found, "letters", "own")
-    drops = [scores["elbow", name]["change"] for name in TASKS]
-    latency = latency_of(found)
-    skipped = latency["elbow, pruned experts skipped", "decode"] / latency["top-k", "decode"] - 1
-    top = sum(_change(r["load_largest"], r["top_load_largest"]) for r in layers) / len(layers)
-    cv = sum(_change(r["load_cv"], r["top_load_cv"]) for r in layers) / len(layers)
-    l1 = [r["l1"] for r in layers]
+    section.points(verdict(found))
+    whole, layers = record(found, "routers"), layers_of(found)
+    top, cv = load_changes(layers)
+    l1 = mean(r["l1"] for r in layers)
+    skipped = latency_of(found)[SKIPPED, ALL]["change"]
+    letters = mean(scores_of(found, "letters")["elbow", name]["change"] for name in tasks(found))
+    theirs = mean(row.accuracy[1] - row.accuracy[0] for row in published.TABLE_2.values()) / 100
     rows = [
-        _row("mean k under elbow (of 8)", published.MEAN_K, whole["k"], ".3f"),
-        _row("share of sharp elbows", published.SHARP, whole["sharp"], ".1%"),
-        _row("correlation of elbow rank and angle", published.CORRELATION, whole["r"], ".2f"),
-        _row("variance of the rank between subjects (eta²)", published.ETA2_ELBOW, _eta(found, "elbow"), ".4f"),
-        _row("variance of the angle between subjects (eta²)", published.ETA2_ANGLE, _eta(found, "angle"), ".4f"),
-        _row("ℓ1 shift of the load, mean over layers", published.L1_MEAN, sum(l1) / len(l1), ".3f"),
-        _row("change of the largest share", published.LARGEST_SHARE_CHANGE, top, "+.2%"),
+        _row(f"mean k under elbow, of {config.top_k}", published.MEAN_K, whole["k"], ".3f"),
+        _row("change of accuracy by letters, mean", theirs, letters, "+.2%"),
+        _row("change of a MoE block's time, pruned experts skipped", published.LATENCY_CHANGE, skipped, "+.1%"),
+        _row("share of sharp elbows (135° or less)", published.SHARP, whole["sharp"], ".1%"),
+        _row("correlation of the elbow's rank and angle, r", published.CORRELATION, whole["r"], ".2f"),
+        _row("variance of the rank between subjects, η²", published.ETA2_ELBOW, eta2(found, "elbow"), ".4f"),
+        _row("variance of the angle between subjects, η²", published.ETA2_ANGLE, eta2(found, "angle"), ".4f"),
+        _row("ℓ1 shift of the load, mean over layers", published.L1_MEAN, l1, ".3f"),
+        _row("change of the largest share of the load", published.LARGEST_SHARE_CHANGE, top, "+.2%"),
         _row("change of the load's CV", published.CV_CHANGE, cv, "+.2%"),
-        _row("change of latency, decode, with skipping", published.LATENCY_CHANGE, skipped, "+.1%"),
     ]
     section.table("claims", ["", "paper", "here", "difference"], rows)
     section.say(
         f"The paper measured OLMoE-1B-7B-0924-Instruct on one H200; here it is {found['about']['model']} in "
-        f"{found['about']['dtype']} on {found['about']['device']} with the {found['about']['backend']} backend. "
-        f"Over the six benchmarks accuracy by letters changes by {min(drops):+.1%} to {max(drops):+.1%}."
+        f"{found['about']['dtype']} on {found['about']['device']}, backend {found['about']['backend']}. Differences of "
+        "percentages are in percentage points."
     )
     return section
 
@@ -72,89 +85,150 @@ def claims(found: Part, config: ModelConfig) -> Section:
 def load(found: Part, config: ModelConfig) -> Section:
     """Table 1."""
     section = Section("Table 1: load balance by layer")
+    layers = layers_of(found)
     rows = []
-    for r in layers_of(found):
-        top, cv = _change(r["load_largest"], r["top_load_largest"]), _change(r["load_cv"], r["top_load_cv"])
-        share, other = r["load_largest"] / config.num_experts, r["top_load_largest"] / config.num_experts
+    for r in layers:
+        largest, cv = change(r["load_largest"], r["top_load_largest"]), change(r["load_cv"], r["top_load_cv"])
+        shares = [r[name] / config.num_experts for name in ("top_load_largest", "load_largest")]
         rows.append(
             [
                 str(r["layer"]),
-                f"{other:.3%}",
-                f"{share:.3%}",
-                f"{top:+.2%}",
-                f"{r['top_load_cv']:.3f}",
-                f"{r['load_cv']:.3f}",
+                *(f"{share:.3%}" for share in shares),
+                f"{largest:+.2%}",
+                *(f"{r[name]:.3f}" for name in ("top_load_cv", "load_cv")),
                 f"{cv:+.2%}",
                 f"{r['l1']:.4f}",
             ]
         )
+    own = (*load_changes(layers), mean(r["l1"] for r in layers))
+    theirs = (published.LARGEST_SHARE_CHANGE, published.CV_CHANGE, published.L1_MEAN)
+    for name, (largest, cv, l1) in (
+        ("mean", own),
+        ("paper", theirs),
+        ("difference", [a - b for a, b in zip(own, theirs, strict=True)]),
+    ):
+        sign = "+" if name == "difference" else ""
+        rows.append([name, "", "", f"{largest:+.2%}", "", "", f"{cv:+.2%}", f"{l1:{sign}.4f}"])
     heads = ["layer", "largest share, top-k", "elbow", "change", "CV, top-k", "elbow", "change", "ℓ1"]
     section.table("load", heads, rows)
     section.say(
-        "Changes are (elbow − top-k) / top-k: above zero, the load is less even. The paper prints (top-k − elbow) /"
-        " top-k, so that its negative numbers are increases: +2.16 % of the largest share and +2.83 % of the CV on "
-        "average. Load gets slightly worse there, not better."
+        "Changes are (elbow − top-k) / top-k: above zero, the load is less even. The paper prints (top-k − elbow) / "
+        "top-k, so that its −2.16 % and −2.83 % are increases."
+    )
+    rows = []
+    for name, title in groups(found).items():
+        top, cv = load_changes(layers_of(found, name))
+        rows.append([title, f"{top:+.2%}", f"{cv:+.2%}", f"{mean(r['l1'] for r in layers_of(found, name)):.4f}"])
+    section.table("load-groups", ["", "change of the largest share", "change of the CV", "ℓ1"], rows)
+    worse = sum(load_changes(layers_of(found, name))[1] > 0 for name in groups(found))
+    section.say(
+        f"The same by what was read, means over layers: the load gets less even on {worse} of {len(groups(found))} "
+        "sets. In the paper it gets slightly worse on all six of its sets."
     )
     return section
 
 
 def accuracy(found: Part, config: ModelConfig) -> Section:
-    """Table 2."""
-    section = Section("Table 2: accuracy and experts on six benchmarks")
-    for protocol, told in (
-        ("letters", "Letters, zero-shot, greedy: the paper's protocol, with a parser that knows each item's labels."),
-        ("cloze", "Log-likelihood of the answers' text (OLMES prompts, zero-shot): a small model's better measure."),
-    ):
-        scores = scores_of(found, protocol, "own")
+    """Table 2, its accuracies."""
+    section = Section("Table 2: accuracy")
+    for protocol, told in PROTOCOLS.items():
+        scores = scores_of(found, protocol)
         section.say(told)
-        rows = []
-        for name, task in TASKS.items():
+        rows, marks = [], []
+        for name, title in tasks(found).items():
             top, own, mixed = (scores[rule, name] for rule in ("top_k", "elbow", "mixed_k"))
-            paper = published.TABLE_2[name]
-            low, high = own["change_interval"]
-            rows.append(
-                [
-                    task.title,
-                    str(top["items"]),
-                    f"{top['chance']:.1%}",
-                    f"{top['accuracy']:.1%}",
-                    f"{own['accuracy']:.1%}",
-                    f"{own['change']:+.1%}",
-                    f"{low:+.1%} to {high:+.1%}",
-                    f"{mixed['accuracy']:.1%}",
-                    f"{own['mean_k']:.3f}",
-                    *([f"{paper.accuracy[0]:.1f} → {paper.accuracy[1]:.1f}"] if protocol == "letters" else []),
-                    *([f"{paper.mean_k:.3f}"] if protocol == "letters" else []),
-                ]
-            )
-        heads = ["", "items", "chance", "top-k", "elbow", "change", "95 %", "top-k at the same k", "mean k"]
-        heads += ["paper", "mean k"] if protocol == "letters" else []
+            row = [
+                title,
+                f"{top['items']:,}",
+                *(f"{value:.1%}" for value in (top["chance"], top["accuracy"], own["accuracy"], mixed["accuracy"])),
+                f"{own['change']:+.1%}",
+                span(own["change_interval"], "+.1%"),
+            ]
+            paper = published.TABLE_2.get(name)
+            mark = None if paper is None or protocol == "cloze" else (paper.accuracy[1] - paper.accuracy[0]) / 100
+            if protocol == "letters":
+                pair = "" if paper is None else " → ".join(f"{value:.1f}%" for value in paper.accuracy)
+                row += [pair, shown(mark, "+.1%"), "" if mark is None else f"{own['change'] - mark:+.1%}"]
+            rows.append(row)
+            marks.append(None if mark is None else 100 * mark)
+        heads = ["", "items", "chance", "top-k", "elbow", "top-k at elbow's k", "change", "95 %"]
+        heads += ["paper", "its change", "difference"] if protocol == "letters" else []
         section.table(f"accuracy-{protocol}", heads, rows)
-        section.figure(
-            f"accuracy-{protocol}",
-            figures.bars(
-                {
-                    label: [scores[rule, name]["accuracy"] for name in TASKS]
-                    for label, rule in (("top-k", "top_k"), ("elbow", "elbow"), ("top-k at elbow's k", "mixed_k"))
-                },
-                [task.title for task in TASKS.values()],
-                "accuracy",
-                {
-                    label: [
-                        [scores[rule, name]["accuracy"] - scores[rule, name]["interval"][0] for name in TASKS],
-                        [scores[rule, name]["interval"][1] - scores[rule, name]["accuracy"] for name in TASKS],
-                    ]
-                    for label, rule in (("top-k", "top_k"), ("elbow", "elbow"), ("top-k at elbow's k", "mixed_k"))
-                },
-            ),
-            f"Accuracy by {protocol}; bars are 95 % intervals",
-            {rule: {name: scores[rule, name]["accuracy"] for name in TASKS} for rule in ("top_k", "elbow", "mixed_k")},
+        values = {
+            label: [_points(scores[rule, name], "change", "change_interval") for name in tasks(found)]
+            for rule, label in RULES.items()
+        }
+        if any(any(interval) for row in values.values() for interval in row):
+            section.figure(
+                f"accuracy-{protocol}",
+                figures.dots(values, list(tasks(found).values()), "change of accuracy against top-k, points", marks),
+                f"Accuracy by {protocol}: change against top-k on the same items, with 95 % intervals",
+                values,
+            )
+    letters = scores_of(found, "letters")
+    invalid = sum(letters["top_k", name]["invalid"] for name in tasks(found))
+    total = sum(letters["top_k", name]["items"] for name in tasks(found))
+    section.say(
+        f"Intervals of changes are paired over items. Under top-k the model's two new tokens name no choice on "
+        f"{invalid:,} of {total:,} items, which count as wrong. The two protocols' accuracies cannot be compared."
+    )
+    return section
+
+
+def work(found: Part, config: ModelConfig) -> Section:
+    """Table 2, the rest of its columns."""
+    section = Section("Table 2: experts, FLOPs and latency")
+    K = config.top_k
+    rows = []
+    for name, title in groups(found).items():
+        k, paper = record(found, "routers", name)["k"], published.TABLE_2.get(name)
+        flops = [block_flops(config, value) for value in (K, k)]
+        rows.append(
+            [
+                title,
+                f"{k:.3f}",
+                *(["", ""] if paper is None else [f"{paper.mean_k:.3f}", f"{k - paper.mean_k:+.3f}"]),
+                " → ".join(f"{value / 1e6:.3f}" for value in flops),
+                *_compared(change(flops[1], flops[0]), None if paper is None else change(*paper.flops[::-1])),
+            ]
         )
+    heads = ["", "mean k", "paper", "difference", "MFLOPs", "change", "paper", "difference"]
+    section.table("experts", heads, rows)
+    section.say(
+        "Mean k is over all tokens of prompts and answers; MFLOPs are those of a token in one MoE block, counted from "
+        "the real shapes (gate, and three matrices for each expert) at that k. The paper's own formula is further down."
+    )
+    rows = []
+    for name, title in groups(found).items():
+        of, paper = latency_of(found, name), published.TABLE_2.get(name)
+        top, own, same = (of[arm, ALL] for arm in (TOP, SKIPPED, SAME_K))
+        rows.append(
+            [
+                title,
+                " → ".join(f"{1e3 * r['median']:.3f}" for r in (top, own)),
+                f"{own['change']:+.1%}",
+                f"{own['change_low']:+.1%} to {own['change_high']:+.1%}",
+                f"{same['change']:+.1%}",
+                *_compared(own["change"], None if paper is None else change(*paper.latency[::-1]))[1:],
+            ]
+        )
+    heads = ["", "ms a block", "change", "quartiles", "top-k at elbow's k", "paper", "difference"]
+    section.table("latency-groups", heads, rows)
+    told = found["latency"]
+    section.say(
+        f"Timed are gate, rule and experts of every layer, as the paper does, with pruned experts skipped: "
+        f"{told['batch']} prompts side by side without padding, then their last {told['steps']} tokens one by one; a "
+        f"figure is the mean of a block in the one and in the other. The rules took turns on the same prompts in "
+        f"{told['rounds']} rounds, on {told['threads']} CPU threads; medians, and changes within a round. The paper "
+        "timed padded batches of 20 on an H200, so that only changes can be compared, and theirs came about otherwise "
+        "(see “What saves time”)."
+    )
     return section
 
 
 def replaced(found: Part, config: ModelConfig) -> Section:
     """Figure 2."""
+    title = tasks(found)[subjects(found)]
     section = Section("Figure 2: experts after the elbow, and before it, replaced at random")
     section.say(
         "random_tail puts random experts in the slots after the elbow, random_head in those before it; the slots "
@@ -162,131 +236,35 @@ def replaced(found: Part, config: ModelConfig) -> Section:
         "the second."
     )
     rows, values = [], {}
-    for protocol in ("letters", "cloze"):
-        scores = scores_of(found, protocol, "own")
-        of = {rule: scores[rule, "mmlu"] for rule in ("top_k", "elbow", "random_tail", "random_head")}
-        values[protocol] = [result["accuracy"] for result in of.values()]
+    names = {"top_k": "top-k", "elbow": "elbow", "random_tail": "random tail", "random_head": "random head"}
+    for protocol in PROTOCOLS:
+        scores = scores_of(found, protocol)
+        of = {rule: scores[rule, subjects(found)] for rule in names}
+        values[protocol] = [_points(result, "accuracy", "interval") for result in of.values()]
         for rule, result in of.items():
-            low, high = result["interval"]
-            rows.append([protocol, rule, f"{result['accuracy']:.1%}", f"{low:.1%} to {high:.1%}"])
-    section.table("replaced", ["protocol", "rule", "MMLU", "95 %"], rows, text_columns=2)
-    names = ["top-k", "elbow", "random tail", "random head"]
-    section.figure("replaced", figures.bars(values, names, "MMLU accuracy"), "MMLU by what is replaced", values)
+            changed = (
+                ["", ""] if rule == "top_k" else [f"{result['change']:+.1%}", span(result["change_interval"], "+.1%")]
+            )
+            rows.append([protocol, rule, f"{result['accuracy']:.1%}", span(result["interval"], ".1%"), *changed])
+    section.table("replaced", ["protocol", "rule", title, "95 %", "against top-k", "95 %"], rows, text_columns=2)
+    figure = figures.dots(values, list(names.values()), f"accuracy on {title}, %", zero=False)
+    section.figure("replaced", figure, f"{title} by what is replaced, with 95 % intervals", values)
     return section
 
 
-def shape(found: Part, config: ModelConfig) -> Section:
-    """Figure 3 a to d, and the analysis of variance."""
-    section = Section("Figure 3: where the elbow is, and how sharp")
-    layers = range(config.num_layers)
-    for name, up, caption in (
-        ("elbow", "rank of the elbow (from 1)", "a. Mean rank of the elbow by layer and benchmark, before any clamp"),
-        ("angle", "degrees", "b. Mean angle of the elbow by layer and benchmark"),
-    ):
-        shift = 1 if name == "elbow" else 0
-        by_task = {
-            task.title: [record(found, "routers", key, layer)[name] + shift for layer in layers]
-            for key, task in TASKS.items()
-        }
-        section.figure(f"by-layer-{name}", figures.lines(by_task, "layer", up), caption, by_task)
-    subjects = [r for r in found["subjects"]["records"] if r["domain"] != ALL and r["phase"] == r["layer"] == ALL]
-    points = [(r["elbow"] + 1, r["angle"]) for r in subjects]
-    section.figure(
-        "by-subject",
-        figures.scatter(points, "mean rank of the elbow (from 1)", "mean angle, degrees"),
-        f"c. The {len(subjects)} subjects of MMLU: each a point",
-        {r["domain"]: {"elbow": r["elbow"] + 1, "angle": r["angle"]} for r in subjects},
-    )
-    ranks, angles = _sampled(found)
-    pairs = [(rank + 1.0, angle) for rank, angle in zip(ranks, angles, strict=True) if angle == angle]
-    section.figure(
-        "rank-angle",
-        figures.scatter(pairs, "rank of the elbow (from 1)", "angle, degrees"),
-        f"d. Rank and angle of {len(pairs)} sample curves",
-        pairs,
-    )
-    whole = record(found, "routers")
-    rows = []
-    for what, part, groups in (
-        ("between MMLU subjects", "subjects", "domains"),
-        ("between benchmarks", "routers", "domains"),
-        ("between layers", "routers", "layers"),
-    ):
-        of = found[part]["variance"]
-        rows.append([what, *(shown(of[name][groups]["eta2"], ".4f") for name in ("elbow", "angle", "k"))])
-        rows.append(["F", *(shown(of[name][groups]["f"], ".1f") for name in ("elbow", "angle", "k"))])
-    section.table("variance", ["share of variance (eta²)", "elbow rank", "angle", "k"], rows)
-    section.say(
-        f"The paper's text has eta² = {published.ETA2_ELBOW} for the rank where its notebook has "
-        f"{published.ETA2_ELBOW_NOTEBOOK}, and {published.ETA2_ANGLE} for the angle. Rank and angle correlate: "
-        f"r = {shown(whole['r'], '.3f')} here, {published.CORRELATION} there. Both take every token and layer as "
-        "independent, which they are not; the intervals of means in this report are over prompts."
-    )
-    return section
+def block_flops(config: ModelConfig, k: float) -> float:
+    """FLOPs of a token in one MoE block at a mean k."""
+    one, two = (layer_flops(config, [1], [0], pairs) for pairs in (0, 1))
+    return one.gate + k * (two.experts - one.experts)
 
 
-def samples(found: Part, config: ModelConfig) -> Section:
-    """The appendix's sample curves."""
-    section = Section("Sample curves")
-    curves = found["samples"]["curves"]
-    ranks = [elbow(torch.tensor(layer))[0].tolist() for layer in curves]
-    section.figure(
-        "samples",
-        figures.curves(curves, ranks, config.top_k),
-        f"Router curves as the rule sees them, with their elbows; the upright line is rank {config.top_k}",
-        {"curves": [layer[:6] for layer in curves], "ranks": [layer[:6] for layer in ranks]},
-    )
-    section.say(
-        "The paper's figures for ARC-Challenge load the file of ARC-Easy. These are of the six benchmarks' own prompts."
-    )
-    return section
+def _points(result: Part, value: str, interval: str) -> figures.Interval:
+    low, high = result[interval]
+    return 100 * result[value], 100 * low, 100 * high
 
 
-def theorem(found: Part, config: ModelConfig) -> Section:
-    """The theorem and both corollaries against what is measured."""
-    section = Section("The theorem and its corollaries")
-    layers = layers_of(found)
-    rows = [
-        [
-            str(r["layer"]),
-            f"{r['delta']:.4f}",
-            f"{r['l1']:.4f}",
-            f"{r['l1_bound']:.4f}",
-            f"{r['largest_change']:.5f}",
-            f"{r['cv2_change']:.4f}",
-            f"{r['cv2_bound']:.2f}",
-            "yes" if r["within_bounds"] else "no",
-        ]
-        for r in layers
-    ]
-    heads = ["layer", "δ", "ℓ1", "2δ/(1−δ)", "change of largest share", "|ΔCV²|", "2Nδ/(1−δ)²", "within"]
-    section.table("theorem", heads, rows)
-    l1 = [r["l1"] for r in layers]
-    data = {"l1": l1, "bound": [r["l1_bound"] for r in layers]}
-    section.figure("theorem", bound_figure(layers), "How far the load moved, and how far it could", data)
-    section.say(
-        f"The paper measures an ℓ1 of {published.L1_LEAST} to {published.L1_MOST}, here it is {min(l1):.3f} to "
-        f"{max(l1):.3f}. The bounds hold and are far away: they would hold as well for experts pruned at random."
-    )
-    return section
-
-
-def _eta(found: Part, name: str) -> float | None:
-    value: float | None = found["subjects"]["variance"][name]["domains"]["eta2"]
-    return value
-
-
-def _sampled(found: Part) -> tuple[list[int], list[float]]:
-    ranks, angles = [], []
-    for layer in found["samples"]["curves"]:
-        rank_N, degrees_N = elbow(torch.tensor(layer))
-        ranks += rank_N.tolist()
-        angles += degrees_N.tolist()
-    return ranks, angles
-
-
-def _change(value: float, base: float) -> float:
-    return value / base - 1 if base else 0.0
+def _compared(ours: float, paper: float | None) -> list[str]:
+    return [f"{ours:+.1%}", shown(paper, "+.1%"), "" if paper is None else f"{ours - paper:+.1%}"]
 
 
 def _row(name: str, paper: float, ours: Any, form: str) -> list[str]:
