@@ -33,7 +33,7 @@ from minimoe.sampling import Sampler, Sampling
 
 RULES = ("top_k", "elbow")
 AROUND_BAR = 0.08  # of a step
-RULE_BAR = 0.02
+BARS = {"top_k": "", "elbow": "2"}  # % of a step
 
 
 class RuleTime(Probe):
@@ -81,8 +81,8 @@ def random_routings(engine: Engine) -> list[Routing]:
     return [Routing(experts_1K, torch.full((1, k), 1 / k), torch.tensor([k]), E) for experts_1K in chosen]
 
 
-def measure(engine: Engine, rounds: int, context: int) -> tuple[Spread, Spread, dict[str, Spread]]:
-    """Seconds of whole steps by top-k, of their products, and the share of each rule in steps of its own."""
+def measure(engine: Engine, rounds: int, context: int) -> dict[str, Spread]:
+    """Seconds of whole steps by top-k and of their products, what is left as a share, and each rule's share."""
     config, model = engine.config, engine.model
     rules = {name: parse_router(name) for name in RULES}
     with torch.inference_mode():
@@ -93,10 +93,8 @@ def measure(engine: Engine, rounds: int, context: int) -> tuple[Spread, Spread, 
         steps, products = [], []
         shares: dict[str, list[float]] = {name: [] for name in rules}
         for turn in range(rounds + 1):
-            step, product = (
-                whole_step(engine, rules["top_k"], cache, sampler),
-                products_alone(engine, random_routings(engine)),
-            )
+            step = whole_step(engine, rules["top_k"], cache, sampler)
+            product = products_alone(engine, random_routings(engine))
             probes = {name: RuleTime() for name in rules}
             seconds = {name: whole_step(engine, rules[name], cache, sampler, probes[name]) for name in rules}
             if turn:
@@ -104,7 +102,10 @@ def measure(engine: Engine, rounds: int, context: int) -> tuple[Spread, Spread, 
                 products.append(product)
                 for name, values in shares.items():
                     values.append(probes[name].seconds / seconds[name])
-    return Spread.of(steps), Spread.of(products), {name: Spread.of(values) for name, values in shares.items()}
+    around = [1 - product / step for step, product in zip(steps, products, strict=True)]
+    measured = {"step_seconds": steps, "product_seconds": products, "around_share": around}
+    measured |= {f"{name}_share": values for name, values in shares.items()}
+    return {name: Spread.of(values) for name, values in measured.items()}
 
 
 def main() -> None:
@@ -124,13 +125,12 @@ def main() -> None:
         engine = load(folder, threads=arguments.threads)
     except InputError as error:
         parser.error(str(error))
-    step, products, rules = measure(engine, arguments.rounds, arguments.context)
-    around = 1 - products.median / step.median
+    measured = measure(engine, arguments.rounds, arguments.context)
     rows = [
-        ["whole step, ms", step.text(1e3), ""],
-        ["its products alone, ms", products.text(1e3), ""],
-        ["all else, % of the step", f"{100 * around:.1f}", f"{100 * AROUND_BAR:.0f}"],
-        *([f"rule {name}, % of its step", s.text(100, 2), f"{100 * RULE_BAR:.0f}"] for name, s in rules.items()),
+        ["whole step, ms", measured["step_seconds"].text(1e3), ""],
+        ["its products alone, ms", measured["product_seconds"].text(1e3), ""],
+        ["all else, % of the step", measured["around_share"].text(100), f"{100 * AROUND_BAR:.0f}"],
+        *([f"rule {name}, % of its step", measured[f"{name}_share"].text(100, 2), BARS[name]] for name in RULES),
     ]
     text = f"{table(['one decode step', 'median', 'at most'], rows)}\n\n"
     text += f"Model: {folder.name}, backend {engine.backend}, after {arguments.context} tokens."
@@ -138,10 +138,7 @@ def main() -> None:
         "machine": about,
         "model": {"name": folder.name, "layers": engine.config.num_layers, "backend": engine.backend},
         "context": arguments.context,
-        "step_seconds": step,
-        "product_seconds": products,
-        "around_share": around,
-        "rule_shares": rules,
+        **measured,
     }
     publish(f"step-{engine.config.num_layers}-layers", text, result, arguments.save)
 

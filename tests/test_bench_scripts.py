@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, OlmoeConfig
 
-from bench import analysis, evaluation, limits, loading, peers, pruning, report, startup, synthetic
+from bench import analysis, evaluation, limits, loading, peers, pruning, report, startup, step, synthetic
 from bench.engines import ENGINES, BenchEngine, MiniMoe
 from bench.loading import peak_resident_bytes
 from bench.peers import MAX_ERROR, Work, compare, distance, ratios
@@ -412,6 +412,13 @@ def test_the_pruning_benchmark_measures_every_k_of_the_rule(small: Path) -> None
         assert float((parts * torch.arange(len(parts))).sum()) == pytest.approx(6.0, abs=0.1)
         assert pruning.step_seconds(engine, 2).median > 0
         assert pruning.rule_seconds(engine.router, engine, 2).median > 0
+
+
+def test_a_step_is_set_against_its_products(small: Path) -> None:
+    measured = step.measure(load(small), rounds=2, context=5)
+    assert {spread.count for spread in measured.values()} == {2}
+    assert 0 < measured["elbow_share"].median < 1
+    assert measured["product_seconds"].median < 10 * measured["step_seconds"].median
 
 
 # Analysis

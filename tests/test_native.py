@@ -22,6 +22,7 @@ from torch import Tensor
 
 import minimoe
 from minimoe.cache import KVCache
+from minimoe.curve import deviation
 from minimoe.errors import InputError
 from minimoe.experts import ExpertWeights, default_backend, find_backend
 from minimoe.experts.native import Native
@@ -264,6 +265,17 @@ def test_ranking_survives_what_is_not_finite(kernels: Kernels, dtype: torch.dtyp
     assert sorted_TE[:3].isnan().all()
     expected_TE = torch.softmax(logits_TE, dim=1, dtype=torch.float32).sort(dim=1, descending=True).values
     torch.testing.assert_close(sorted_TE[3:], expected_TE[3:])
+
+
+@pytest.mark.parametrize("E", [1, 2, 3, 8, 64])
+def test_the_elbow_is_that_of_the_formula(E: int) -> None:
+    generator = torch.Generator().manual_seed(E)
+    spread_T1 = torch.rand(3000, 1, generator=generator) * 9
+    sorted_TE, _ = find_kernels().rank(torch.randn(3000, E, generator=generator) * spread_T1)
+    sorted_TE[0] = 1 / E  # a level line, which has no elbow
+    sorted_TE[1] = math.nan
+    sorted_TE[2, 1:] = sorted_TE[2, -1]  # an edge
+    assert torch.equal(find_kernels().elbow(sorted_TE), deviation(sorted_TE).argmax(dim=1) + 1)
 
 
 @each_set

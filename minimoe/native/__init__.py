@@ -93,6 +93,20 @@ class Kernels:
         )
         return sorted_TE, experts_TE
 
+    def elbow(self, sorted_probs_TE: Tensor) -> Tensor:
+        """The rank, counted from 1, where each curve of minimoe.curve.deviation is highest; ties go to the lowest.
+
+        Args:
+            sorted_probs_TE: float32, as from `rank`.
+
+        Returns:
+            int64 [T].
+        """
+        T, E = sorted_probs_TE.shape
+        sorted_probs_TE, k_T = sorted_probs_TE.contiguous(), torch.empty(T, dtype=torch.int64)
+        self.interface.minimoe_elbow(T, E, sorted_probs_TE.data_ptr(), k_T.data_ptr())
+        return k_T
+
     def keep(self, sorted_probs_TE: Tensor, experts_TE: Tensor, k_T: Tensor, K: int) -> tuple[Tensor, Tensor]:
         """The first k_T of each token's ranked experts in K slots: weight 0 and the id E in the slots after them.
 
@@ -245,6 +259,8 @@ def instruction_sets() -> tuple[Kernels, ...]:
     library.minimoe_linear.restype = None
     library.minimoe_rank.argtypes = [*[_INT] * 3, *[_INT64] * 2, *[_POINTER] * 3]
     library.minimoe_rank.restype = None
+    library.minimoe_elbow.argtypes = [*[_INT64] * 2, *[_POINTER] * 2]
+    library.minimoe_elbow.restype = None
     library.minimoe_keep.argtypes = [*[_INT64] * 3, *[_POINTER] * 5]
     library.minimoe_keep.restype = None
     library.minimoe_norm.argtypes = [*[_INT] * 3, *[_INT64] * 2, _FLOAT, *[_POINTER] * 3]

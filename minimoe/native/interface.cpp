@@ -93,6 +93,20 @@ void minimoe_keep(int64_t T, int64_t E, int64_t K, const float *sorted, const in
         }
 }
 
+// The rank, counted from 1, where a sorted curve stands highest above the diagonal; see minimoe/curve.py.
+void minimoe_elbow(int64_t T, int64_t E, const float *sorted, int64_t *k) {
+    for (int64_t t = 0; t < T; t++) {
+        const float *const p = sorted + t * E;
+        const double first = p[0], height = first - double(p[E - 1]) + 1e-12, steps = std::max<int64_t>(E - 1, 1);
+        double most = 0;
+        k[t] = 1;
+        for (int64_t i = 1; i < E; i++) {
+            const double deviation = (first - double(p[i])) / height - i / steps;
+            if (deviation > most) most = deviation, k[t] = i + 1;
+        }
+    }
+}
+
 // Returns the multiply-adds done with expert weights, or -1 where k or an expert's id is out of range: nothing was read.
 int64_t minimoe_experts(int set, int threads, const ExpertPlaces *of, int64_t T, int64_t K, const void *x,
                         const int64_t *experts, const float *weights, const int64_t *k, void *y) {

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from minimoe.curve import Reading, deviation
 from minimoe.errors import InputError
+from minimoe.native import best_kernels
 from minimoe.routers.base import PrefixRouter, RouterContext, check_choice, check_positive
 
 Method = Literal["argmax", "kneed"]
@@ -47,6 +48,10 @@ class Elbow(PrefixRouter):
             _kneed()
 
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
+        kernels = best_kernels()
+        plain = sorted_probs_TE.is_cpu and sorted_probs_TE.dtype == torch.float32 and not sorted_probs_TE.requires_grad
+        if kernels and plain and self.method == "argmax" and self.reading == "program":
+            return kernels.elbow(sorted_probs_TE)
         if self.method == "argmax":
             return deviation(sorted_probs_TE, self.reading).argmax(dim=-1) + 1
         curves = sorted_probs_TE.to(torch.float64).cpu().numpy()
