@@ -246,7 +246,7 @@ def test_engines_take_turns_on_the_same_fresh_tokens(small: Path, opened: list[F
     shapes = [(len(task.prompts), len(task.prompts[0]), len(task.steps)) for task in timed]
     assert shapes == [(1, 64, 0), (1, 8, 16), (2, 8, 4)] * 3
     assert len({str(task.prompts) for task in timed}) == 9
-    assert all(len(step) == len(task.prompts) for task in timed for step in task.steps)
+    assert all(len(given) == len(task.prompts) for task in timed for given in task.steps)
     # "slow" takes 8 tokens in a pass at most.
     assert all(len(task.prompts) * len(task.prompts[0]) <= 8 for task in ours if task.variant == "slow")
 
