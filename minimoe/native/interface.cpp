@@ -14,6 +14,10 @@ struct Named {
 
 // The best first.
 const Named SETS[] = {
+#if defined(MINIMOE_BF16)
+    {"amx", &amx_kernels},
+    {"avx512bf16", &avx512bf16_kernels},
+#endif
 #if defined(__x86_64__)
     {"avx512", &avx512_kernels},
     {"avx2", &avx2_kernels},
