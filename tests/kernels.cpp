@@ -1,6 +1,7 @@
 // Every instruction set that this processor has against plain loops, without Python or torch: `make test-kernels`, or,
-// linked statically, under an emulator of a processor that is not at hand. The shapes are random; each tensor ends at a
-// page that may not be touched, results begin as NaN, and a token alone must give the same bits as among others.
+// linked statically, under an emulator of a processor that is not at hand (arguments: rounds, and one set's name).
+// The shapes are random; each tensor ends at a page that may not be touched, results begin as NaN, and a token alone
+// must give the same bits as among others.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -191,8 +192,8 @@ void attention(int set, int scalar, Score &score) {
     }
     const Tensor<W> y(T * H * d), expected(T * H * d);
     for (int i : {0, 1})
-        minimoe_attention(i ? scalar : set, dtype<W>, 1, T, H, G, d, layer, 1e-5f, INFINITY, q.data(), k.data(), v.data(),
-                          q_norm.data(), k_norm.data(), cos.data(), sin.data(), places[i][0].data(),
+        minimoe_attention(i ? scalar : set, dtype<W>, 1, T, H, G, d, layer, 1e-5f, INFINITY, q.data(), k.data(),
+                          v.data(), q_norm.data(), k_norm.data(), cos.data(), sin.data(), places[i][0].data(),
                           places[i][1].data(), lengths.data(), capacities.data(), (i ? expected : y).data());
     score.compare(y, expected, 4 * eps<W>(), 4 * eps<W>());
     for (int64_t t = 0; t < 2 * T; t++) score.compare(caches[0][t], caches[1][t], 2 * eps<W>(), 1e-6);
@@ -222,9 +223,11 @@ bool report(const char *set, const char *kernel, const char *type, int rounds, i
 
 int main(int count, char **arguments) {
     const int rounds = count > 1 ? std::atoi(arguments[1]) : 100, scalar = minimoe_sets() - 1;
+    const std::string only = count > 2 ? arguments[2] : "";
     bool good = true;
     for (int i = 0; i < scalar; i++) {
         const char *const name = minimoe_set_name(i);
+        if (!only.empty() && name != only) continue;
         if (!minimoe_set_supported(i)) {
             std::printf("%-12s not on this processor\n", name);
             continue;

@@ -26,9 +26,9 @@
 #include "work.h"
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("amx-tile,amx-bf16"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bf16,amx-tile,amx-bf16"))), apply_to = function)
 #else
-#pragma GCC target("amx-tile,amx-bf16")
+#pragma GCC target("avx512f,avx512bf16,amx-tile,amx-bf16")
 #endif
 
 namespace minimoe {
@@ -133,6 +133,29 @@ inline void products(const bfloat16 *w, int64_t rows, int64_t columns, const bfl
                     : products<false>(w, rows, columns, x, x_width, fresh, out);
 }
 
+// Numbers rounded to bfloat16: as bits, and as floats again.
+inline __m512i rounded_bits(__m512 x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)); }
+inline __m512 rounded(__m512 x) { return _mm512_castsi512_ps(_mm512_slli_epi32(rounded_bits(x), 16)); }
+
+// e^x = 2^n e^r with |r| <= ln 2 / 2, by the first terms of the series of e^r, which miss less than a float does.
+inline __m512 exp(__m512 x) {
+    x = _mm512_min_ps(_mm512_set1_ps(104), _mm512_max_ps(_mm512_set1_ps(-104), x));  // a NaN stays one
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);  // ln 2, in a part whose products are exact
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);      // and the rest of it
+    __m512 series = _mm512_set1_ps(1.0f / 720);
+    for (const float factorial : {120, 24, 6, 2, 1, 1})
+        series = _mm512_fmadd_ps(series, r, _mm512_set1_ps(1 / factorial));
+    return _mm512_scalef_ps(series, n);
+}
+
+// The bits of `gated` for 16 tokens.
+inline __m512i gated_bits(const float *gate, const float *up) {
+    const __m512 x = rounded(_mm512_loadu_ps(gate));
+    const __m512 silu = _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1), exp(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+    return rounded_bits(_mm512_mul_ps(rounded(silu), rounded(_mm512_loadu_ps(up))));
+}
+
 // Rows of a weight that one thread takes at a time, in whole steps.
 inline int64_t whole_chunk(int64_t rows, int64_t columns, int threads, int64_t weights = 1) {
     const int64_t chunk = chunk_rows(rows, columns, sizeof(bfloat16), threads, weights);
@@ -217,10 +240,14 @@ int64_t experts_of(const Experts &m, int threads) {
                 products(static_cast<const bfloat16 *>(m.up[e]) + row * m.D, rows, m.D, x + tile * x_width, x_width,
                          tokens, p == 0, up.data());
                 done += 2 * tokens * rows * m.D;
-                for (int64_t r = 0; r < rows; r++)
-                    for (int64_t n = 0; n < tokens; n++)
-                        h[(tile + n / TOKENS) * h_width + packed_place(row + r, n % TOKENS)] =
-                            narrow<bfloat16>(gated<bfloat16>(gate[r * GROUP + n], up[r * GROUP + n]));
+                // Two rows are a pair of places. What is no row or no token is zero, and packs as zero.
+                for (int64_t r = 0; r < rows; r += 2)
+                    for (int64_t n = 0; n < tokens; n += TOKENS) {
+                        const float *const g = &gate[r * GROUP + n], *const u = &up[r * GROUP + n];
+                        const __m512i even = gated_bits(g, u), odd = gated_bits(g + GROUP, u + GROUP);
+                        _mm512_storeu_si512(h + (tile + n / TOKENS) * h_width + packed_place(row + r, 0),
+                                            _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+                    }
             }
         }
         // A chunk of outputs belongs to one thread, which adds the experts to it in ascending order.
@@ -272,7 +299,7 @@ bool supported() {
     constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;  // of EDX in leaf 7 of CPUID
     constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;    // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     unsigned eax, ebx, ecx, edx;
-    return avx512_kernels.supported() && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & AMX_BF16) &&
+    return avx512bf16_kernels.supported() && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & AMX_BF16) &&
            (edx & AMX_TILE) && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 #else
     return false;

@@ -90,7 +90,8 @@ inline float sum(Floats v) {
     return lanes[0];
 }
 
-// sums[r][n] += w[r] . x[n] over one block, for R rows `stride` apart and N packed tokens, whose block starts at `place`.
+// sums[r][n] += w[r] . x[n] over one block, which starts at w[r] and at `place` of x[n], for R rows `stride` apart and N
+// packed tokens.
 template <class W, int R, int N>
 inline void add_block(const W *w, int64_t stride, const Packed<W> *const *x, int64_t place, Floats (&sums)[R][N]) {
     Floats rows[R];
@@ -207,6 +208,14 @@ void linear_of(const Linear &l, int threads) {
     }
 }
 
+// A token's sum and one more expert's share of it. In float32 a compiler may round once or twice, and not alike in the
+// body and at the end of a loop: once, then, everywhere.
+template <class W>
+inline float with_share(float sum, float out, float weight) {
+    if constexpr (sizeof(W) == sizeof(float)) return std::fma(out, weight, sum);
+    return sum + rounded<W>(rounded<W>(out) * weight);
+}
+
 template <class W>
 int64_t experts_of(const Experts &m, int threads) {
     int64_t done = 0;
@@ -265,8 +274,7 @@ int64_t experts_of(const Experts &m, int threads) {
                     for (int64_t n = 0; n < tokens; n++) {
                         float *const sums = y + pairs.tokens[p + n] * m.D + row;
                         const float weight = rounded<W>(pairs.weights[p + n]);
-                        for (int64_t r = 0; r < rows; r++)
-                            sums[r] += rounded<W>(rounded<W>(out[r * TOKENS + n]) * weight);
+                        for (int64_t r = 0; r < rows; r++) sums[r] = with_share<W>(sums[r], out[r * TOKENS + n], weight);
                     }
                 }
             for (int64_t t = 0; t < m.T; t++)
