@@ -1,6 +1,7 @@
 # make generate   set up and write a text with the embedded model
 # make test       set up and run the whole test suite
 # make lint       ruff and mypy
+# make test-kernels  the native kernels alone against plain loops (g++)
 # make test-asan  the native kernels' tests under AddressSanitizer (g++)
 PYTHON ?= python3
 VENV   := .venv
@@ -10,7 +11,7 @@ RUN    := $(VENV)/.run
 DEV    := $(VENV)/.dev
 INPUTS := pyproject.toml .ci/constraints.txt $(wildcard minimoe/native/*.cpp minimoe/native/*.h minimoe/native/*.inl)
 
-.PHONY: generate test test-asan lint clean
+.PHONY: generate test test-kernels test-asan lint clean
 
 generate: $(RUN)
 	$(BIN)/python -m minimoe generate --router elbow
@@ -19,6 +20,13 @@ generate: $(RUN)
 test: $(DEV)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+# The native kernels without Python: every instruction set that this processor has against plain loops (g++).
+KERNELS := interface scalar avx2 avx512 avx512bf16 amx
+test-kernels:
+	mkdir -p build
+	g++ -std=gnu++17 -O3 -fopenmp -fno-math-errno $(KERNELS:%=minimoe/native/%.cpp) tests/kernels.cpp -o build/kernels
+	build/kernels
+
 # A copy of the package whose kernels are compiled with AddressSanitizer: reading or writing one byte outside a tensor
 # ends the run (-s: its report is not kept back). Leaks at exit are not what is looked for.
 ASAN := build/asan
@@ -26,7 +34,7 @@ test-asan: $(DEV)
 	rm -rf $(ASAN) && mkdir -p $(ASAN)
 	cp -r minimoe tests weights pyproject.toml $(ASAN)
 	rm -f $(ASAN)/minimoe/native/_kernels*
-	for name in interface scalar avx2 avx512; do \
+	for name in $(KERNELS); do \
 	    g++ -std=gnu++17 -O1 -g -fopenmp -fno-math-errno -fsanitize=address -fno-omit-frame-pointer -fPIC -c \
 	        $(ASAN)/minimoe/native/$$name.cpp -o $(ASAN)/$$name.o || exit 1; \
 	done

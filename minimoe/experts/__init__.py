@@ -56,12 +56,14 @@ def find_backend(spec: str) -> Backend:
 def default_backend(dtype: torch.dtype, device: torch.device) -> str:
     """The fastest backend for a dtype on a device: native where its kernels run, else bucketed.
 
-    Where the processor multiplies bfloat16 matrices with instructions of its own, torch's prefill is ahead of the
-    kernels, which do not use them; bucketed takes the better of the two for each product.
+    Where torch multiplies bfloat16 matrices with instructions of the processor's own, its prefill is ahead of kernels
+    that multiply by vectors; bucketed takes the better of the two for each product. Kernels that multiply by matrix
+    tiles, as torch does there, keep prefill too.
     """
-    if device.type != "cpu" or dtype not in DTYPES or not best_kernels():
+    kernels = best_kernels()
+    if device.type != "cpu" or dtype not in DTYPES or not kernels:
         return "bucketed"
-    return "bucketed" if dtype == torch.bfloat16 and has_native_half(dtype) else "native"
+    return "bucketed" if dtype == torch.bfloat16 and has_native_half(dtype) and kernels.name != "amx" else "native"
 
 
 __all__ = ["BACKENDS", "Backend", "ExpertWeights", "Experts", "default_backend", "find_backend"]

@@ -45,7 +45,8 @@ class Kernels:
     def linears(self, x_TA: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
         """x_TA [T, A] times the transpose of each weight [B, A]: float32 or bfloat16, all alike, on the CPU.
 
-        Accumulated in float32 in an order that depends on A alone. Gradients do not pass.
+        Accumulated in float32 in an order that depends on A alone. Gradients do not pass. The sets `amx` and
+        `avx512bf16` take numbers below 2^-126 for zero in bfloat16, as their instructions do.
         """
         _check(x_TA, *weights)
         T, A = x_TA.shape

@@ -6,35 +6,11 @@
 
 #include "bfloat16.h"
 #include "kernels.h"
+#include "places.h"
 
 namespace {
 
 using namespace minimoe;
-
-// What lies in one place over many calls, as minimoe/native/places.py writes it down.
-struct ExpertPlaces {
-    int64_t dtype, D, I, E;
-    const void *const *gate, *const *up, *const *down;
-};
-
-struct AttentionPlaces {
-    int64_t dtype, D, H, G, d, layer;
-    float eps, clip;
-    const void *const *weights;  // norm, query, key, value, query norm, key norm, output
-};
-
-struct GatePlaces {
-    int64_t dtype, D, E;
-    float eps;
-    const void *norm, *gate;
-};
-
-struct StepPlaces {
-    int64_t T;
-    const void *cos, *sin;
-    void *const *keys, *const *values;
-    const int64_t *lengths, *rooms;
-};
 
 struct Named {
     const char *name;
@@ -43,6 +19,10 @@ struct Named {
 
 // The best first.
 const Named SETS[] = {
+#if defined(MINIMOE_BF16)
+    {"amx", &amx_kernels},
+    {"avx512bf16", &avx512bf16_kernels},
+#endif
 #if defined(__x86_64__)
     {"avx512", &avx512_kernels},
     {"avx2", &avx2_kernels},

@@ -8,6 +8,11 @@
 
 #include <cstdint>
 
+// Older compilers do not know the instructions for bfloat16; what they build has the other sets.
+#if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define MINIMOE_BF16
+#endif
+
 namespace minimoe {
 
 enum DType { FLOAT32 = 0, BFLOAT16 = 1 };
@@ -79,6 +84,10 @@ extern const Kernels scalar_kernels;
 #if defined(__x86_64__)
 extern const Kernels avx2_kernels;
 extern const Kernels avx512_kernels;
+#endif
+#if defined(MINIMOE_BF16)
+extern const Kernels avx512bf16_kernels;
+extern const Kernels amx_kernels;
 #endif
 
 }  // namespace minimoe

@@ -1,5 +1,6 @@
 // The kernels for one instruction set. The including file defines KERNELS (the table's name), WIDTH (floats in a
-// vector), ROWS (rows of a weight that are multiplied with four tokens at a time) and SUPPORTED.
+// vector), ROWS (rows of a weight that are multiplied with four tokens at a time), SUPPORTED and, if the set has it,
+// PAIRS: adds to each float of a vector the products of two pairs of bfloat16.
 //
 // Everything is built of one thing: the dot products of a few rows of a weight with a few tokens, kept in registers.
 // Each (row, token) has one accumulator and the sum always runs in the same order, so a token's result does not
@@ -7,7 +8,8 @@
 //
 // A register of packed bfloat16 holds 2 * WIDTH numbers; shifted left by 16 bits it holds its even ones as floats, and
 // with the lower halves masked away its odd ones. Activations are laid out to match: packed once into float32, in
-// blocks of 2 * WIDTH with the even places first, and padded with zeros to whole blocks.
+// blocks of 2 * WIDTH with the even places first, and padded with zeros to whole blocks. With PAIRS neither is needed,
+// and bfloat16 stays bfloat16; such an instruction takes numbers below 2^-126 for zero.
 #include <algorithm>
 #include <cstddef>
 #include <numeric>
@@ -17,6 +19,7 @@
 #include "bfloat16.h"
 #include "kernels.h"
 #include "rank.h"
+#include "work.h"
 
 namespace minimoe {
 namespace {
@@ -24,12 +27,21 @@ namespace {
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
 
+// What a packed activation of dtype W is made of.
+#if defined(PAIRS)
+template <class W>
+using Packed = W;
+inline Floats add_pairs(Floats sums, Floats a, Floats b) { return PAIRS(sums, a, b); }
+#else
+template <class W>
+using Packed = float;
+inline Floats add_pairs(Floats sums, Floats, Floats) { return sums; }  // never called
+#endif
+
 constexpr int64_t STEP = 2 * WIDTH;     // places in a block
 constexpr int64_t SPAN = 1024;          // places that are summed in registers; four tokens of them fit the L1 cache
 constexpr int TOKENS = 4;               // tokens in a tile
 constexpr int AHEAD = 2;                // groups of rows between what is read and what is asked for
-constexpr int64_t L2_BYTES = 1 << 19;   // of a weight that are kept close while all tokens pass by
-constexpr int64_t SERIAL_BYTES = 1 << 18;  // less than this is not worth waking other threads for
 
 template <class V>
 inline V load(const void *place) {
@@ -47,16 +59,16 @@ inline Floats second(const bfloat16 *w) { return odd(load<Words>(w)); }
 inline Floats first(const float *w) { return load<Floats>(w); }
 inline Floats second(const float *w) { return load<Floats>(w + WIDTH); }
 
+// Where place i of a block lies in its two vectors.
+template <class W>
+inline int64_t place_in_block(int64_t i) {
+    return sizeof(W) == sizeof(float) ? i : i / 2 + (i % 2 ? WIDTH : 0);
+}
+
 // Where place i of an activation lies in its packed form.
 template <class W>
-inline int64_t packed_place(int64_t i);
-template <>
-inline int64_t packed_place<float>(int64_t i) {
-    return i;
-}
-template <>
-inline int64_t packed_place<bfloat16>(int64_t i) {
-    return i - i % STEP + (i % STEP) / 2 + (i % 2 ? WIDTH : 0);
+inline int64_t packed_place(int64_t i) {
+    return sizeof(W) == sizeof(Packed<W>) ? i : i - i % STEP + place_in_block<W>(i % STEP);
 }
 
 // Room for a packed activation of n places. The last block keeps activations that lie one after the other from
@@ -64,9 +76,10 @@ inline int64_t packed_place<bfloat16>(int64_t i) {
 inline int64_t room(int64_t n) { return (n + STEP - 1) / STEP * STEP + STEP; }
 
 template <class W>
-void pack(const W *x, int64_t n, float *packed) {
+void pack(const W *x, int64_t n, Packed<W> *packed) {
     for (int64_t block = 0; block < n; block += STEP)
-        for (int64_t i = block; i < block + STEP; i++) packed[packed_place<W>(i)] = i < n ? widen(x[i]) : 0.0f;
+        for (int64_t i = block; i < block + STEP; i++)
+            packed[packed_place<W>(i)] = narrow<Packed<W>>(i < n ? widen(x[i]) : 0.0f);
 }
 
 inline float sum(Floats v) {
@@ -77,39 +90,49 @@ inline float sum(Floats v) {
     return lanes[0];
 }
 
+// sums[r][n] += w[r] . x[n] over one block, which starts at w[r] and at `place` of x[n], for R rows `stride` apart and N
+// packed tokens.
+template <class W, int R, int N>
+inline void add_block(const W *w, int64_t stride, const Packed<W> *const *x, int64_t place, Floats (&sums)[R][N]) {
+    Floats rows[R];
+    if constexpr (sizeof(Packed<W>) == sizeof(bfloat16)) {
+        for (int r = 0; r < R; r++) rows[r] = load<Floats>(w + r * stride);
+        for (int n = 0; n < N; n++) {
+            const Floats token = load<Floats>(x[n] + place);
+            for (int r = 0; r < R; r++) sums[r][n] = add_pairs(sums[r][n], rows[r], token);
+        }
+    } else {
+        for (int r = 0; r < R; r++) rows[r] = first(w + r * stride);
+        for (int n = 0; n < N; n++) {
+            const Floats token = load<Floats>(x[n] + place);
+            for (int r = 0; r < R; r++) sums[r][n] += rows[r] * token;
+        }
+        for (int r = 0; r < R; r++) rows[r] = second(w + r * stride);
+        for (int n = 0; n < N; n++) {
+            const Floats token = load<Floats>(x[n] + place + WIDTH);
+            for (int r = 0; r < R; r++) sums[r][n] += rows[r] * token;
+        }
+    }
+}
+
 // out[r * TOKENS + n] += w[r] . x[n] for R rows `stride` apart and N packed tokens, over n_places places. Rows that
 // come from memory are FRESH: the same places of rows further on are then asked for ahead, to be used once and not to
 // drive what the rest of a step needs out of the larger caches.
 template <class W, int R, int N, bool FRESH>
-inline void dots(const W *w, int64_t stride, const float *const *x, int64_t from, int64_t n_places, float *out) {
+inline void dots(const W *w, int64_t stride, const Packed<W> *const *x, int64_t from, int64_t n_places, float *out) {
     Floats sums[R][N] = {};
     const int64_t whole = n_places / STEP * STEP;
     for (int64_t i = from; i < from + whole; i += STEP) {
-        Floats rows[R];
-        for (int r = 0; r < R; r++) {
-            if (FRESH) __builtin_prefetch(w + (r + AHEAD * R) * stride + i, 0, 0);
-            rows[r] = first(w + r * stride + i);
-        }
-        for (int n = 0; n < N; n++) {
-            const Floats token = load<Floats>(x[n] + i);
-            for (int r = 0; r < R; r++) sums[r][n] += rows[r] * token;
-        }
-        for (int r = 0; r < R; r++) rows[r] = second(w + r * stride + i);
-        for (int n = 0; n < N; n++) {
-            const Floats token = load<Floats>(x[n] + i + WIDTH);
-            for (int r = 0; r < R; r++) sums[r][n] += rows[r] * token;
-        }
+        if (FRESH)
+            for (int r = 0; r < R; r++) __builtin_prefetch(w + (r + AHEAD * R) * stride + i, 0, 0);
+        add_block<W, R, N>(w + i, stride, x, i, sums);
     }
     if (whole < n_places) {
         // The end of a row is copied, for nothing after it may be read.
         W rest[R][STEP] = {};
         for (int r = 0; r < R; r++)
             std::memcpy(rest[r], w + r * stride + from + whole, (n_places - whole) * sizeof(W));
-        for (int r = 0; r < R; r++)
-            for (int n = 0; n < N; n++) {
-                sums[r][n] += first(rest[r]) * load<Floats>(x[n] + from + whole);
-                sums[r][n] += second(rest[r]) * load<Floats>(x[n] + from + whole + WIDTH);
-            }
+        add_block<W, R, N>(rest[0], STEP, x, from + whole, sums);
     }
     for (int r = 0; r < R; r++)
         for (int n = 0; n < N; n++) out[r * TOKENS + n] += sum(sums[r][n]);
@@ -117,7 +140,8 @@ inline void dots(const W *w, int64_t stride, const float *const *x, int64_t from
 
 // The part of `tile` that covers the places from `from` on, for some of its rows.
 template <class W, int R, int N>
-void strip(const W *w, int64_t rows, int64_t columns, const float *const *x, int64_t from, bool ask_ahead, float *out) {
+void strip(const W *w, int64_t rows, int64_t columns, const Packed<W> *const *x, int64_t from, bool ask_ahead,
+           float *out) {
     const int64_t n = std::min(SPAN, columns - from);
     int64_t row = 0;
     for (; row + R <= rows; row += R) {
@@ -129,7 +153,7 @@ void strip(const W *w, int64_t rows, int64_t columns, const float *const *x, int
 
 // out[r * TOKENS + n] = w[r] . x[n] for all rows of w[rows, columns].
 template <class W, int R, int N>
-void tile(const W *w, int64_t rows, int64_t columns, const float *const *x, bool fresh, float *out) {
+void tile(const W *w, int64_t rows, int64_t columns, const Packed<W> *const *x, bool fresh, float *out) {
     std::fill(out, out + rows * TOKENS, 0.0f);
     // Fresh rows stream from memory, whole. Later the tokens' parts stay in the L1 cache while all rows pass by.
     const int64_t step = fresh ? R : rows;
@@ -141,7 +165,7 @@ void tile(const W *w, int64_t rows, int64_t columns, const float *const *x, bool
 
 // The same for 1 to TOKENS tokens.
 template <class W>
-void products(const W *w, int64_t rows, int64_t columns, const float *const *x, int64_t tokens, bool fresh,
+void products(const W *w, int64_t rows, int64_t columns, const Packed<W> *const *x, int64_t tokens, bool fresh,
               float *out) {
     switch (tokens) {
         case 1: return tile<W, 4, 1>(w, rows, columns, x, fresh, out);
@@ -151,37 +175,6 @@ void products(const W *w, int64_t rows, int64_t columns, const float *const *x, 
     }
 }
 
-// Memory of the calling thread that is kept from call to call: fresh pages would cost as much as the products.
-class Scratch {
-   public:
-    void reserve(int64_t floats) {
-        if (int64_t(room_.size()) < floats) room_.resize(floats);
-        next_ = room_.data();
-    }
-    float *take(int64_t floats) {
-        float *place = next_;
-        next_ += floats;
-        return place;
-    }
-
-   private:
-    std::vector<float> room_;
-    float *next_ = nullptr;
-};
-
-thread_local Scratch scratch;
-
-// Rows of a weight that one thread takes at a time: a few times as many chunks of all `weights` as threads, so that they
-// end together, and no more than the L2 cache holds.
-inline int64_t chunk_rows(int64_t rows, int64_t columns, int64_t bytes, int threads, int64_t weights = 1) {
-    const int64_t chunks = threads == 1 ? 1 : (4 * threads + weights - 1) / weights;
-    const int64_t fitting = std::max<int64_t>(L2_BYTES / std::max<int64_t>(columns * bytes, 1), 12);
-    return std::clamp<int64_t>((rows + chunks - 1) / chunks, 1, fitting / 12 * 12);
-}
-
-// How many threads a call is worth that reads so many bytes of weights.
-inline int worth(int64_t bytes, int threads) { return bytes < SERIAL_BYTES ? 1 : threads; }
-
 template <class W>
 void linear_of(const Linear &l, int threads) {
     const int64_t all_rows = std::accumulate(l.B, l.B + l.n, int64_t(0)), width = room(l.A);
@@ -190,8 +183,8 @@ void linear_of(const Linear &l, int threads) {
     // Chunks of all weights in one loop; the i-th weight has those from firsts[i] on.
     std::vector<int64_t> firsts(l.n + 1);
     for (int64_t i = 0; i < l.n; i++) firsts[i + 1] = firsts[i] + (l.B[i] + chunk - 1) / chunk;
-    scratch.reserve(l.T * width);
-    float *const x = scratch.take(l.T * width);
+    scratch.reserve(l.T * width * sizeof(Packed<W>));
+    Packed<W> *const x = scratch.take<Packed<W>>(l.T * width);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
@@ -205,7 +198,7 @@ void linear_of(const Linear &l, int threads) {
             W *const y = static_cast<W *>(l.y[i]) + row;
             for (int64_t t = 0; t < l.T; t += TOKENS) {
                 const int64_t tokens = std::min<int64_t>(TOKENS, l.T - t);
-                const float *places[TOKENS];
+                const Packed<W> *places[TOKENS];
                 for (int64_t n = 0; n < tokens; n++) places[n] = x + (t + n) * width;
                 products(w, rows, l.A, places, tokens, t == 0, out.data());
                 for (int64_t n = 0; n < tokens; n++)
@@ -215,31 +208,13 @@ void linear_of(const Linear &l, int threads) {
     }
 }
 
-// The live pairs sorted by expert, within an expert by token.
-struct Pairs {
-    std::vector<int64_t> live;     // experts that have tokens
-    std::vector<int64_t> offsets;  // [E + 1]
-    std::vector<int64_t> tokens;   // [P]
-    std::vector<float> weights;    // [P]
-
-    explicit Pairs(const Experts &m) : offsets(m.E + 1) {
-        for (int64_t t = 0; t < m.T; t++)
-            for (int64_t j = 0; j < m.k[t]; j++) offsets[m.experts[t * m.K + j] + 1]++;
-        for (int64_t e = 0; e < m.E; e++) {
-            if (offsets[e + 1]) live.push_back(e);
-            offsets[e + 1] += offsets[e];
-        }
-        tokens.resize(offsets[m.E]);
-        weights.resize(offsets[m.E]);
-        std::vector<int64_t> next(offsets.begin(), offsets.end() - 1);
-        for (int64_t t = 0; t < m.T; t++)
-            for (int64_t j = 0; j < m.k[t]; j++) {
-                const int64_t place = next[m.experts[t * m.K + j]]++;
-                tokens[place] = t;
-                weights[place] = m.weights[t * m.K + j];
-            }
-    }
-};
+// A token's sum and one more expert's share of it. In float32 a compiler may round once or twice, and not alike in the
+// body and at the end of a loop: once, then, everywhere.
+template <class W>
+inline float with_share(float sum, float out, float weight) {
+    if constexpr (sizeof(W) == sizeof(float)) return std::fma(out, weight, sum);
+    return sum + rounded<W>(rounded<W>(out) * weight);
+}
 
 template <class W>
 int64_t experts_of(const Experts &m, int threads) {
@@ -248,10 +223,10 @@ int64_t experts_of(const Experts &m, int threads) {
     const int64_t P = pairs.tokens.size(), live = pairs.live.size();
     threads = worth(3 * m.I * m.D * sizeof(W) * P, threads);
     const int64_t x_width = room(m.D), h_width = room(m.I);
-    scratch.reserve(m.T * x_width + P * h_width + m.T * m.D);
-    float *const x = scratch.take(m.T * x_width);  // packed
-    float *const h = scratch.take(P * h_width);    // packed
-    float *const y = scratch.take(m.T * m.D);
+    scratch.reserve((m.T * x_width + P * h_width) * sizeof(Packed<W>) + m.T * m.D * sizeof(float));
+    Packed<W> *const x = scratch.take<Packed<W>>(m.T * x_width);
+    Packed<W> *const h = scratch.take<Packed<W>>(P * h_width);
+    float *const y = scratch.take<float>(m.T * m.D);
     // Gate and up are read side by side, so each may fill half the cache.
     const int64_t in_chunk = chunk_rows(m.I, 2 * m.D, sizeof(W), threads, std::max<int64_t>(live, 1));
     const int64_t in_chunks = (m.I + in_chunk - 1) / in_chunk;
@@ -259,7 +234,7 @@ int64_t experts_of(const Experts &m, int threads) {
 #pragma omp parallel num_threads(threads) reduction(+ : done)
     {
         std::vector<float> gate(in_chunk * TOKENS), up(in_chunk * TOKENS), out(out_chunk * TOKENS);
-        const float *places[TOKENS];
+        const Packed<W> *places[TOKENS];
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < m.T; t++) pack(static_cast<const W *>(m.x) + t * m.D, m.D, x + t * x_width);
         // Chunks of all live experts in one loop, so that an odd number of experts leaves no thread idle.
@@ -278,12 +253,12 @@ int64_t experts_of(const Experts &m, int threads) {
                 for (int64_t n = 0; n < tokens; n++)
                     for (int64_t r = 0; r < rows; r++)
                         h[(p + n) * h_width + packed_place<W>(row + r)] =
-                            gated<W>(gate[r * TOKENS + n], up[r * TOKENS + n]);
+                            narrow<Packed<W>>(gated<W>(gate[r * TOKENS + n], up[r * TOKENS + n]));
             }
         }
 #pragma omp for schedule(static)
         for (int64_t p = 0; p < P; p++)
-            for (int64_t i = m.I; i < h_width; i++) h[p * h_width + packed_place<W>(i)] = 0;
+            for (int64_t i = m.I; i < h_width; i++) h[p * h_width + packed_place<W>(i)] = {};
         // A chunk of outputs belongs to one thread, which adds the experts to it in ascending order.
 #pragma omp for schedule(dynamic)
         for (int64_t row = 0; row < m.D; row += out_chunk) {
@@ -299,8 +274,7 @@ int64_t experts_of(const Experts &m, int threads) {
                     for (int64_t n = 0; n < tokens; n++) {
                         float *const sums = y + pairs.tokens[p + n] * m.D + row;
                         const float weight = rounded<W>(pairs.weights[p + n]);
-                        for (int64_t r = 0; r < rows; r++)
-                            sums[r] += rounded<W>(rounded<W>(out[r * TOKENS + n]) * weight);
+                        for (int64_t r = 0; r < rows; r++) sums[r] = with_share<W>(sums[r], out[r * TOKENS + n], weight);
                     }
                 }
             for (int64_t t = 0; t < m.T; t++)
@@ -360,7 +334,7 @@ void mix(const float *weights, const W *values, int64_t positions, int64_t d, fl
     for (int64_t i = 0; i < whole; i += STEP) {
         float packed[STEP];
         std::copy_n(y + i, STEP, packed);
-        for (int64_t j = 0; j < STEP; j++) y[i + j] = packed[packed_place<W>(j)];
+        for (int64_t j = 0; j < STEP; j++) y[i + j] = packed[place_in_block<W>(j)];
     }
     for (int64_t i = whole; i < d; i++)
         for (int64_t s = 0; s < positions; s++) y[i] += weights[s] * widen(values[s * d + i]);
@@ -374,7 +348,8 @@ void attention_of(const Attention &a, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         std::vector<W> own(std::max(a.H, a.G) * a.d);
-        std::vector<float> scores((longest + 3) / 4 * 4 * TOKENS), query(width), mixed(a.d);
+        std::vector<float> scores((longest + 3) / 4 * 4 * TOKENS), mixed(a.d);
+        std::vector<Packed<W>> query(width);
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < a.T; t++) {
             const float q_scale = norm_scale(static_cast<const W *>(a.q) + t * a.H * a.d, a.H * a.d, a.eps);
@@ -385,7 +360,7 @@ void attention_of(const Attention &a, int threads) {
         for (int64_t item = 0; item < a.T * a.H; item++) {
             const int64_t t = item / a.H, h = item % a.H, g = h / (a.H / a.G), positions = a.lengths[t] + 1;
             pack(&queries[item * a.d], a.d, query.data());
-            const float *const place = query.data();
+            const Packed<W> *const place = query.data();
             products(cached<W>(a, a.keys, t, g), positions, a.d, &place, 1, true, scores.data());
             for (int64_t s = 0; s < positions; s++) scores[s] = scores[s * TOKENS] / std::sqrt(float(a.d));
             softmax(scores.data(), positions);

@@ -1,0 +1,19 @@
+// As avx512, but pairs of bfloat16 are multiplied and added without being widened first.
+#include "kernels.h"
+#if defined(MINIMOE_BF16)
+#include <immintrin.h>
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bf16"))), apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bf16")
+#endif
+#define KERNELS avx512bf16_kernels
+#define WIDTH 16
+#define ROWS 6
+#define SUPPORTED (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bf16"))
+#define PAIRS(sums, a, b) ((Floats)_mm512_dpbf16_ps((__m512)(sums), (__m512bh)(a), (__m512bh)(b)))
+#include "vector.inl"
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

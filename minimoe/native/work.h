@@ -1,0 +1,81 @@
+// How the work of a call is laid out: which tokens an expert has, how many rows and threads are worth it, and memory.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kernels.h"
+
+namespace minimoe {
+namespace {
+
+constexpr int64_t L2_BYTES = 1 << 19;      // of a weight that are kept close while all tokens pass by
+constexpr int64_t SERIAL_BYTES = 1 << 18;  // less than this is not worth waking other threads for
+
+// Memory of the calling thread that is kept from call to call: fresh pages would cost as much as the products.
+class Scratch {
+   public:
+    // Room for so many bytes in up to four pieces.
+    void reserve(int64_t bytes) {
+        const size_t needed = bytes + 5 * LINE;
+        if (room_.size() < needed) room_.resize(needed);
+        next_ = room_.data();
+    }
+    // The next piece, not yet written, from the start of a cache line on.
+    template <class N>
+    N *take(int64_t count) {
+        next_ += -reinterpret_cast<uintptr_t>(next_) % LINE;
+        N *const piece = reinterpret_cast<N *>(next_);
+        next_ += count * sizeof(N);
+        return piece;
+    }
+
+   private:
+    static constexpr size_t LINE = 64;
+    std::vector<std::byte> room_;
+    std::byte *next_ = nullptr;
+};
+
+thread_local Scratch scratch;
+
+// Rows of a weight that one thread takes at a time: a few times as many chunks of all `weights` as threads, so that they
+// end together, and no more than the L2 cache holds.
+inline int64_t chunk_rows(int64_t rows, int64_t columns, int64_t bytes, int threads, int64_t weights = 1) {
+    const int64_t chunks = threads == 1 ? 1 : (4 * threads + weights - 1) / weights;
+    const int64_t fitting = std::max<int64_t>(L2_BYTES / std::max<int64_t>(columns * bytes, 1), 12);
+    return std::clamp<int64_t>((rows + chunks - 1) / chunks, 1, fitting / 12 * 12);
+}
+
+// How many threads a call is worth that reads so many bytes of weights.
+inline int worth(int64_t bytes, int threads) { return bytes < SERIAL_BYTES ? 1 : threads; }
+
+// The live pairs sorted by expert, within an expert by token.
+struct Pairs {
+    std::vector<int64_t> live;     // experts that have tokens
+    std::vector<int64_t> offsets;  // [E + 1]
+    std::vector<int64_t> tokens;   // [P]
+    std::vector<float> weights;    // [P]
+
+    explicit Pairs(const Experts &m) : offsets(m.E + 1) {
+        for (int64_t t = 0; t < m.T; t++)
+            for (int64_t j = 0; j < m.k[t]; j++) offsets[m.experts[t * m.K + j] + 1]++;
+        for (int64_t e = 0; e < m.E; e++) {
+            if (offsets[e + 1]) live.push_back(e);
+            offsets[e + 1] += offsets[e];
+        }
+        tokens.resize(offsets[m.E]);
+        weights.resize(offsets[m.E]);
+        std::vector<int64_t> next(offsets.begin(), offsets.end() - 1);
+        for (int64_t t = 0; t < m.T; t++)
+            for (int64_t j = 0; j < m.k[t]; j++) {
+                const int64_t place = next[m.experts[t * m.K + j]]++;
+                tokens[place] = t;
+                weights[place] = m.weights[t * m.K + j];
+            }
+    }
+};
+
+}  // namespace
+}  // namespace minimoe
