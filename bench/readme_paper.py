@@ -26,6 +26,8 @@ def key_figures(report: str) -> str:
 
 def filled(page: str, figures: str) -> str:
     """The page with new key figures between the marks."""
+    if START not in page or END not in page.partition(START)[2]:
+        raise SystemExit(f"the page lacks {START} or, after it, {END}; nothing was written.")
     before, _, rest = page.partition(START)
     _, _, after = rest.partition(END)
     picture = f"![Time of a MoE block by what is done with pruned experts]({PICTURE})"

@@ -27,6 +27,8 @@ from minimoe.triton.routing import DeviceRule, on_device
 class Decoder:
     """Steps of any number of sequences; those of each number are made when it first comes.
 
+    Steps lie at fixed places, so one thread at a time may run them.
+
     Attributes:
         router: the rule they are for.
         step_of: the steps there are, by number of sequences: no more than a batch may have.
@@ -115,12 +117,10 @@ class DecodeStep(Pass):
         Raises:
             IndexError: a cache has no room.
         """
-        for cache in caches:
-            if cache.length == cache.capacity:
-                raise IndexError(f"a cache of {cache.capacity} positions cannot hold {cache.length + 1}")
+        table_4B = cache_table(caches)
         with torch.cuda.device_of(self.ids_T):
             self.ids_T.copy_(ids_B, non_blocking=True)
-            self._table_4B.copy_(cache_table(caches), non_blocking=True)
+            self._table_4B.copy_(table_4B, non_blocking=True)
             if self._graph is None and self._ran and self.captures:
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):

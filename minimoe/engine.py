@@ -102,9 +102,8 @@ class Engine:
         """A sentence, if the backend could decode without the host, and only this rule needs it."""
         if self.backend != "triton" or self.decoder_for(router):
             return ()
-        return (
-            f"The rule {type(router).__name__} has to be asked on the host: decode steps are not captured, and slower.",
-        )
+        name = getattr(router, "spec", type(router).__name__)  # a rule of the user's own is wrapped, and has its spec
+        return (f"The rule {name} has to be asked on the host: decode steps are not captured, and slower.",)
 
     def generate(
         self,

@@ -180,7 +180,6 @@ class Layer:
         def each_expert(name: str) -> list[Tensor]:
             return [weight(f"mlp.experts.{e}.{name}") for e in range(config.num_experts)]
 
-        self.config = config
         self.index = index
         self.attention = Attention(
             layer=index,

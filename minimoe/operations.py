@@ -50,7 +50,7 @@ class Attention:
 
     @cached_property
     def places(self) -> AttentionPlaces:
-        """For the native kernels."""
+        """For the native kernels, from the first use on: weights may be written to, but not be given other storage."""
         norms = self.query_norm_D, self.key_norm_Gd
         return AttentionPlaces(
             [self.norm_D, self.query_DD, self.key_GdD, self.value_GdD, *norms, self.out_DD],

@@ -418,7 +418,7 @@ def test_a_step_is_set_against_its_products(small: Path) -> None:
     measured = step.measure(load(small), rounds=2, context=5)
     assert {spread.count for spread in measured.values()} == {2}
     assert 0 < measured["elbow_share"].median < 1
-    assert measured["product_seconds"].median < 10 * measured["step_seconds"].median
+    assert measured["around_share"].high < 1
 
 
 # Analysis

@@ -377,7 +377,7 @@ def test_one_number_that_is_not_finite_is_found(dtype: torch.dtype, value: float
 @each_set
 @each_dtype
 @pytest.mark.parametrize("T", [0, 1, 5])
-def test_the_gate_is_that_of_torch(kernels: Kernels, dtype: torch.dtype, T: int) -> None:
+def test_the_gate_is_a_norm_and_a_product(kernels: Kernels, dtype: torch.dtype, T: int) -> None:
     x_TD, weight_ED = operands(T, 100, 6, dtype)
     of = Gate(operands(1, 100, 1, dtype)[1][0], weight_ED, 1e-5)
     normed_TD, logits_TE = NativeOperations(kernels).gate(of, x_TD)
@@ -435,6 +435,19 @@ def test_a_broken_routing_is_refused_before_anything_is_read(experts: list[list[
 
 def test_what_does_not_fit_is_refused() -> None:
     kernels = find_kernels()
+    sorted_TE, experts_TE = kernels.rank(torch.randn(3, 4))
+    k_T = torch.tensor([1, 2, 3])
+    for call in (
+        lambda: kernels.elbow(sorted_TE.double()),
+        lambda: kernels.elbow(torch.empty(3, 0)),
+        lambda: kernels.keep(sorted_TE, experts_TE, k_T.int(), 2),
+        lambda: kernels.keep(sorted_TE, experts_TE.int(), k_T, 2),
+        lambda: kernels.keep(sorted_TE, experts_TE, k_T, 5),
+        lambda: kernels.keep(sorted_TE, experts_TE, k_T[:2], 2),
+        lambda: kernels.keep(sorted_TE[:, :3], experts_TE, k_T, 2),
+    ):
+        with pytest.raises(ValueError, match=r"fit together|rankings and routings"):
+            call()
     with pytest.raises(ValueError, match="cannot multiply"):
         product(kernels, torch.ones(2, 3), torch.ones(2, 4))
     with pytest.raises(ValueError, match="row after row"):
@@ -498,9 +511,9 @@ def test_native_is_the_default_where_it_is_the_fastest(half: bool, monkeypatch: 
 def test_without_the_library_the_package_runs_on_torch_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in ("minimoe.native", "minimoe.engine"):
         monkeypatch.setattr(f"{place}.instruction_sets", lambda: ())
-    for place in ("minimoe.experts", "minimoe.linear"):
-        monkeypatch.setattr(f"{place}.best_kernels", lambda: None)
-    engine = minimoe.load("tiny")
+    for place in ("experts", "linear", "routers.base", "routers.elbow"):
+        monkeypatch.setattr(f"minimoe.{place}.best_kernels", lambda: None)
+    engine = minimoe.load("tiny", router="elbow")
     assert engine.backend == "bucketed"
     assert "not built" in engine.notes[0]
     assert engine.generate("Once", max_new_tokens=3, temperature=0).tokens

@@ -121,6 +121,17 @@ def test_a_nan_among_the_keys_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mixed_BD.isnan().all()
 
 
+def test_caches_that_do_not_fit_are_refused_and_nothing_is_written() -> None:
+    full, roomy = caches([4], 2, 4, torch.float32)[0], caches([4], 2, 4, torch.float32)[0]
+    full.length = full.capacity
+    rotation, projections = (randn(2, 1, 4),) * 2, [randn(2, 8) for _ in range(3)]
+    before = roomy.keys_LHCd.clone()
+    for given, error in (([roomy, full], IndexError), ([roomy], ValueError)):
+        with pytest.raises(error, match=r"cannot hold 6|as many caches"):
+            TritonOperations().mix(attention_of(2, 2, 4, None), *projections, Sequences([1, 1], given, rotation))
+    torch.testing.assert_close(roomy.keys_LHCd, before, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("T", "D"), [(3, 64), (1, 37), (0, 8)])
 def test_the_norm_is_torchs(T: int, D: int, dtype: torch.dtype) -> None:

@@ -48,7 +48,7 @@ class OwnRule(Router):
     def __init__(self, rule: Any, spec: str, *, every_pass: bool) -> None:
         self.rule = rule
         self.sees = getattr(rule, "sees", "itself")  # type: ignore[misc] # of the rule, not of this class
-        self._spec = spec
+        self.spec = spec
         self._every_pass = every_pass
         self._tested: set[tuple[int, Phase]] = set()
 
@@ -65,9 +65,9 @@ class OwnRule(Router):
             raise
         except (Exception, SystemExit) as error:  # a script may well call sys.exit
             what = f"{type(error).__name__}: {error}".removesuffix(".")
-            raise InputError(f"router {self._spec} failed{self._line(error)}: {what}.") from error
+            raise InputError(f"router {self.spec} failed{self._line(error)}: {what}.") from error
         if self._every_pass or (context.layer, context.phase) not in self._tested:
-            check_routing(routing, logits_TE, f"router {self._spec}")
+            check_routing(routing, logits_TE, f"router {self.spec}")
             self._tested.add((context.layer, context.phase))
         return routing
 

@@ -54,11 +54,11 @@ def find_backend(spec: str) -> Backend:
 
 
 def default_backend(dtype: torch.dtype, device: torch.device) -> str:
-    """The fastest backend for a dtype on a device: native where its kernels run, else bucketed.
+    """The backend expected to be the fastest for a dtype on a device: native where its kernels run, else bucketed.
 
     Where torch multiplies bfloat16 matrices with instructions of the processor's own, its prefill is ahead of kernels
     that multiply by vectors; bucketed takes the better of the two for each product. Kernels that multiply by matrix
-    tiles, as torch does there, keep prefill too.
+    tiles, as torch does there, should keep prefill too; that is not measured yet.
     """
     kernels = best_kernels()
     if device.type != "cpu" or dtype not in DTYPES or not kernels:

@@ -73,7 +73,7 @@ class Kernels:
     def rank(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Softmax of float32 or bfloat16 logits [T, E] on the CPU, and the experts in descending order of probability.
 
-        Ties go to the lowest expert; NaN comes last.
+        Ties go to the lowest expert. A row with a NaN or +inf has no probabilities: all are NaN, the ids in order.
 
         Returns:
             (sorted_probs_TE float32, experts_TE int64).
@@ -103,7 +103,10 @@ class Kernels:
         Returns:
             int64 [T].
         """
+        _check_ranking(sorted_probs_TE)
         T, E = sorted_probs_TE.shape
+        if not E:
+            raise ValueError("rankings and routings of no experts have no elbow")
         sorted_probs_TE, k_T = sorted_probs_TE.contiguous(), torch.empty(T, dtype=torch.int64)
         self.interface.minimoe_elbow(T, E, sorted_probs_TE.data_ptr(), k_T.data_ptr())
         return k_T
@@ -118,7 +121,10 @@ class Kernels:
         Returns:
             (experts_TK int64, weights_TK float32).
         """
+        _check_ranking(sorted_probs_TE, experts_TE, k_T)
         T, E = experts_TE.shape
+        if sorted_probs_TE.shape != (T, E) or k_T.shape != (T,) or not 0 <= K <= E:
+            raise ValueError(f"{K} slots, k and a ranking of {list(experts_TE.shape)} do not fit together")
         sorted_probs_TE, experts_TE, k_T = sorted_probs_TE.contiguous(), experts_TE.contiguous(), k_T.contiguous()
         kept_TK, weights_TK = torch.empty(T, K, dtype=torch.int64), torch.empty(T, K)
         self.interface.minimoe_keep(
@@ -209,7 +215,8 @@ class Kernels:
         T, K = routing.experts_TK.shape
         if len(x_TD) != T or routing.weights_TK.shape != (T, K) or routing.k_T.shape != (T,):
             raise ValueError("tokens, routing and experts do not fit together")
-        experts_TK, weights_TK = routing.experts_TK.contiguous(), routing.weights_TK.float().contiguous()
+        _check_ranking(routing.weights_TK, routing.experts_TK, routing.k_T)
+        experts_TK, weights_TK = routing.experts_TK.contiguous(), routing.weights_TK.contiguous()
         k_T, y_TD = routing.k_T.contiguous(), torch.empty_like(x_TD)
         done = self.interface.minimoe_experts(
             self.index,
@@ -236,6 +243,14 @@ def _fitting(x_TD: Tensor, places: ExpertPlaces | AttentionPlaces | GatePlaces) 
             f"{list(x_TD.shape)} on {x_TD.device}"
         )
     return x_TD.contiguous()
+
+
+def _check_ranking(values: Tensor, *whole: Tensor) -> None:
+    """Numbers of a ranking or a routing: float32, and int64 ids and counts, all on the CPU."""
+    if values.dtype is not torch.float32 or any(tensor.dtype is not torch.int64 for tensor in whole):
+        raise ValueError("rankings and routings hold float32 numbers and int64 experts and k")
+    if not all(tensor.is_cpu for tensor in (values, *whole)) or values.dim() != 2:
+        raise ValueError("the native kernels take rankings and routings on the CPU")
 
 
 def _check(x_TA: Tensor, *weights: Tensor) -> None:

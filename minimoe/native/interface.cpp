@@ -1,7 +1,6 @@
 // What ctypes sees: the instruction sets by name, and each kernel with the set to use.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <vector>
 
 #include "bfloat16.h"
@@ -31,6 +30,8 @@ const Named SETS[] = {
 };
 
 const int COUNT = sizeof SETS / sizeof SETS[0];
+
+constexpr double EPSILON = 1e-12;  // in the height of a curve
 
 template <class W>
 void add(const W *x, int64_t n, W *y) {
@@ -73,11 +74,12 @@ void minimoe_keep(int64_t T, int64_t E, int64_t K, const float *sorted, const in
         }
 }
 
-// The rank, counted from 1, where a sorted curve stands highest above the diagonal; see minimoe/curve.py.
+// The rank, counted from 1, where a sorted curve stands highest above the diagonal; see minimoe/curve.py,
+// which has the same EPSILON.
 void minimoe_elbow(int64_t T, int64_t E, const float *sorted, int64_t *k) {
     for (int64_t t = 0; t < T; t++) {
         const float *const p = sorted + t * E;
-        const double first = p[0], height = first - double(p[E - 1]) + 1e-12, steps = std::max<int64_t>(E - 1, 1);
+        const double first = p[0], height = first - double(p[E - 1]) + EPSILON, steps = std::max<int64_t>(E - 1, 1);
         double most = 0;
         k[t] = 1;
         for (int64_t i = 1; i < E; i++) {

@@ -1,7 +1,8 @@
 """Where things lie in memory that stay there over many calls, as the kernels' C interface reads it.
 
 Made and checked once: what a call has to look at costs time, most of all between kernels that stream weights through
-the processor's caches. Whoever makes one keeps the tensors alive.
+the processor's caches. Whoever makes one keeps the tensors alive, in the memory where they were: they may be written
+to, but not be given other storage.
 
 Shape letters: T tokens, D hidden, E experts, I expert intermediate; H heads, G kv heads, d head size, L layers,
 C room of a cache.
@@ -127,7 +128,6 @@ class StepPlaces(Structure):
         if not alike or len(keys) != T or cos_T1d.shape != (T, 1, self.d) or sin_T1d.shape != (T, 1, self.d):
             raise ValueError("the caches and the rotation of a pass do not fit together")
         self.dtype = dtype_of(*keys, *values, cos_T1d, sin_T1d)
-        self.kept = cos_T1d, sin_T1d
         self.keys, self.values = addresses(keys), addresses(values)
         self.lengths, self.rooms = (c_int64 * T)(*lengths), (c_int64 * T)(*[k.shape[2] for k in keys])
         tables = _at(self.keys, self.values, self.lengths, self.rooms)

@@ -205,7 +205,7 @@ def independence(found: Part, config: ModelConfig) -> Section:
     ranks_N = elbow(_sampled(found))[0].double()
     alone = Z * float(ranks_N.std()) / math.sqrt(whole["curves"])
     half = (whole["elbow_high"] - whole["elbow_low"]) / 2
-    times = half / alone if alone else math.nan
+    times = half / alone if alone else 0.0
     rows = [
         ["tokens and layers as independent, as the paper takes them", f"{whole['curves']:,}", f"±{alone:.4f}"],
         ["prompts as independent", f"{round(whole['curves'] / times**2):,}" if times else "", f"±{half:.4f}"],
@@ -214,6 +214,8 @@ def independence(found: Part, config: ModelConfig) -> Section:
     section.say(
         f"What comes from one prompt is alike: the honest interval is {times:.1f} times as wide. An F statistic over "
         "tokens and layers is too large by about the square of that, and with N = 1,704,247 anything is significant."
+        if times
+        else "All curves of the sample bend at the same rank, so that there is nothing to compare."
     )
     return section
 

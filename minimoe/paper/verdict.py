@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from minimoe.analysis.summary import ALL
-from minimoe.paper.findings import groups, latency_of, layers_of, load_changes, record, scores_of, subjects, tasks
+from minimoe.paper.findings import (
+    groups,
+    latency_of,
+    layers_of,
+    load_changes,
+    record,
+    scores_of,
+    shown,
+    subjects,
+    tasks,
+)
 from minimoe.paper.study import MASKED, SAME_K, SKIPPED, Part
 
 
@@ -40,7 +50,10 @@ def _replaced(found: Part) -> str:
 
 def _k(found: Part) -> str:
     whole = record(found, "routers")
-    word = "below" if whole["k_high"] < whole["null_k"] else "above" if whole["k_low"] > whole["null_k"] else "as in"
+    if whole["null_k"] is None or whole["k_low"] is None:
+        return f"The mean k is {shown(whole['k'], '.2f')}."
+    inside = "not distinguishable from"
+    word = "below" if whole["k_high"] < whole["null_k"] else "above" if whole["k_low"] > whole["null_k"] else inside
     return (
         f"The mean k is {whole['k']:.2f}, {word} the {whole['null_k']:.2f} that the rule gives on Gaussian logits of "
         "the same spread."
@@ -51,7 +64,7 @@ def _shape(found: Part) -> str:
     whole = record(found, "routers")
     return (
         f"{whole['sharp']:.1%} of the elbows are sharp, where those Gaussian logits have {whole['null_sharp']:.1%}; "
-        f"rank and angle correlate with r = {whole['r']:.2f}."
+        f"rank and angle correlate with r = {shown(whole['r'], '.2f')}."
     )
 
 

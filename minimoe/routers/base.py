@@ -80,8 +80,8 @@ def rank(logits_TE: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax in float32 and the experts in descending order of probability; ties go to the lowest id.
 
     Returns:
-        (sorted_probs_TE float32, experts_TE int64). The sort is stable, which is what settles ties alike
-        on every device; torch.topk does not.
+        (sorted_probs_TE float32, experts_TE int64). A stable sort settles ties alike on every device, which torch.topk
+        does not. By the native kernels probabilities may differ from torch's in their last bit.
     """
     kernels = best_kernels()
     if kernels and logits_TE.is_cpu and logits_TE.dtype in DTYPES and not logits_TE.requires_grad:

@@ -26,7 +26,14 @@ TILE, SPLITS = 64, 16
 
 
 def cache_table(caches: Sequence[KVCache]) -> Tensor:
-    """What the kernels have to know of B caches: addresses of keys and values, room, and length; int64 [4, B]."""
+    """What the kernels have to know of B caches: addresses of keys and values, room, and length; int64 [4, B].
+
+    Raises:
+        IndexError: one has no room for another position, which the kernels would write all the same.
+    """
+    for cache in caches:
+        if cache.length >= cache.capacity:
+            raise IndexError(f"a cache of {cache.capacity} positions cannot hold {cache.length + 1}")
     rows = [(c.keys_LHCd.data_ptr(), c.values_LHCd.data_ptr(), c.capacity, c.length) for c in caches]
     return torch.tensor(rows, dtype=torch.int64).T.contiguous()
 

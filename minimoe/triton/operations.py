@@ -29,6 +29,8 @@ class TritonOperations(Operations):
     def mix(self, of: Attention, q_TD: Tensor, k_TGd: Tensor, v_TGd: Tensor, sequences: Sequences) -> Tensor:
         if sequences.caches is None or len(sequences.new) != q_TD.shape[0]:
             return super().mix(of, q_TD, k_TGd, v_TGd, sequences)
+        if len(sequences.caches) != q_TD.shape[0]:
+            raise ValueError(f"{q_TD.shape[0]} sequences need as many caches, not {len(sequences.caches)}")
         # One token of each sequence: all its steps at once.
         table_4B = cache_table(sequences.caches).to(q_TD.device, non_blocking=True)
         with torch.cuda.device_of(q_TD):
