@@ -40,7 +40,7 @@ test-asan: $(DEV)
 	done
 	g++ -shared -fsanitize=address $(ASAN)/*.o -o $(ASAN)/minimoe/native/_kernels.so
 	cd $(ASAN) && LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
-	    ../../$(BIN)/python -m pytest -s tests/test_native.py tests/test_experts.py
+	    ../../$(BIN)/python -m pytest -s tests/test_native*.py tests/test_experts.py
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -106,7 +106,7 @@ class Result:
 
     Attributes:
         seconds: of each repetition.
-        mean_k: experts per token and layer, over all repetitions.
+        mean_k: experts per token and layer, over all repetitions; with a decoder, of the run that warms up.
     """
 
     arm: Arm
@@ -165,14 +165,28 @@ def measure(
         for work in works:
             ids_BN = torch.randint(vocabulary, (work.batch, work.length), generator=draws)
             for arm in arms:
-                tally = _Tally() if turn == 0 else tallies[work, arm]
-                tally.seconds.append(_run(arm, work, ids_BN, tally.meter, seed))
+                tally = tallies[work, arm]
+                if turn:
+                    tally.seconds.append(_run(arm, work, ids_BN, Probe() if arm.decoder else tally.meter, seed))
+                else:
+                    _warm_up(arm, work, ids_BN, tally.meter, seed)
                 ran(arm, work)
     return [Result(arm, work, tally.seconds, tally.meter.mean_k) for (work, arm), tally in tallies.items()]
 
 
+def _warm_up(arm: Arm, work: Work, ids_BN: Tensor, meter: Meter, seed: int) -> None:
+    """A run that does not count; two for a decoder, since its second step of a size is captured.
+
+    A decoder tells its probe of a step by copies from the device, so that its k is taken here and not where that would
+    be timed too.
+    """
+    _run(arm, work, ids_BN, meter if arm.decoder else Probe(), seed)
+    if arm.decoder:
+        _run(arm, work, ids_BN, Probe(), seed)
+
+
 @torch.inference_mode()
-def _run(arm: Arm, work: Work, ids_BN: Tensor, meter: Meter, seed: int) -> float:
+def _run(arm: Arm, work: Work, ids_BN: Tensor, meter: Probe, seed: int) -> float:
     """Seconds of one run."""
     model = arm.model
     ids_BN = ids_BN.to(model.device)

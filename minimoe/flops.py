@@ -87,6 +87,12 @@ def pass_bytes(config: ModelConfig, experts_hit: int, itemsize: int, *, head: bo
     )
 
 
+def block_flops(config: ModelConfig, k: float) -> float:
+    """FLOPs of a token in one MoE block at a mean k."""
+    one, two = (layer_flops(config, [1], [0], pairs) for pairs in (0, 1))
+    return one.gate + k * (two.experts - one.experts)
+
+
 def paper_block_flops(config: ModelConfig, tokens: int, mean_k: float, *, elbow: bool) -> float:
     """The estimate that "Elbow-based MoE Routing" prints, for one MoE block; not what the block costs.
 

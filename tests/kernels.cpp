@@ -15,20 +15,7 @@
 #include <vector>
 
 #include "../minimoe/native/bfloat16.h"
-#include "../minimoe/native/places.h"
-
-extern "C" {
-int minimoe_sets();
-const char *minimoe_set_name(int);
-int minimoe_set_supported(int);
-void minimoe_linear(int, int, int, int64_t, int64_t, int64_t, const int64_t *, const void *, const void *const *,
-                    void *const *);
-void minimoe_rank(int, int, int, int64_t, int64_t, const void *, float *, int64_t *);
-int64_t minimoe_experts(int, int, const minimoe::ExpertPlaces *, int64_t, int64_t, const void *, const int64_t *,
-                        const float *, const int64_t *, void *);
-void minimoe_norm(int, int, int, int64_t, int64_t, float, const void *, const void *, void *);
-int minimoe_attention(int, int, const minimoe::AttentionPlaces *, const minimoe::StepPlaces *, const void *, void *);
-}
+#include "../minimoe/native/interface.h"
 
 namespace {
 

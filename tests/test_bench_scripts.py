@@ -415,10 +415,23 @@ def test_the_pruning_benchmark_measures_every_k_of_the_rule(small: Path) -> None
 
 
 def test_a_step_is_set_against_its_products(small: Path) -> None:
-    measured = step.measure(load(small), rounds=2, context=5)
+    engine = load(small)
+    measured = step.measure(engine, rounds=2, context=5)
     assert {spread.count for spread in measured.values()} == {2}
-    assert 0 < measured["elbow_share"].median < 1
-    assert measured["around_share"].high < 1
+    assert all(0 < measured[f"{rule}_share"].median < 1 for rule in step.RULES)
+
+
+def test_the_products_of_a_step_are_all_there_are(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, read = load(small, backend="bucketed"), []
+    monkeypatch.setattr(engine.model.operations, "linears", lambda x_TA, weights: read.extend(map(id, weights)))
+    with torch.inference_mode():
+        step.products_alone(engine, step.random_routings(engine))
+    matrices = {id(engine.model.head_VD)}
+    for layer in engine.model.layers:
+        of = layer.attention
+        matrices |= {id(w) for w in (of.query_DD, of.key_GdD, of.value_GdD, of.out_DD, layer.gate.weight_ED)}
+    assert len(read) == len(matrices) == 1 + 5 * engine.config.num_layers
+    assert set(read) == matrices
 
 
 # Analysis

@@ -285,6 +285,30 @@ def test_the_launches_of_a_layer(
     assert counts[1] - counts[0] == launched
 
 
+def test_a_capture_that_fails_is_not_kept(checkpoint: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(checkpoint("base", num_hidden_layers=1))
+    step = decoding.DecodeStep(engine.model, engine.decoder._rule, 1)
+    step.captures = True
+
+    @contextmanager
+    def capture(graph: object) -> Iterator[None]:
+        yield
+        raise RuntimeError("no room for a graph")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    with torch.inference_mode():
+        caches, twins = prompted(engine, [4]), prompted(engine, [4])
+        first = step.run(torch.tensor([3]), caches).clone()
+        assert torch.equal(first, engine.decoder.step(torch.tensor([3]), twins))
+        caches[0].advance(1)
+        with pytest.raises(RuntimeError, match="no room"):
+            step.run(torch.tensor([5]), caches)
+        step.captures = False
+        found = step.run(torch.tensor([5]), caches)
+        assert torch.equal(found, engine.decoder.step(torch.tensor([5]), twins))
+
+
 def test_the_second_step_is_captured_and_then_replayed(checkpoint: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for CUDA's graphs, whose replay runs again what ran while it was captured."""
     engine, events = load(checkpoint("base", num_hidden_layers=1)), []

@@ -112,8 +112,15 @@ def test_paper(model: Path, data: Path, tmp_path: Path) -> None:
         if times is None and (parts / "latency.json").exists():
             times = (parts / "latency.json").read_bytes()
     assert kills
+    if times is None:  # once more, and not before the times are kept
+        process = start([*words, "--out", cut])
+        while not (parts / "latency.json").exists():
+            time.sleep(0.001)
+        process.kill()
+        process.communicate()
+        times = (parts / "latency.json").read_bytes()
     finish([*words, "--out", cut])
-    assert times in (None, (parts / "latency.json").read_bytes())
+    assert (parts / "latency.json").read_bytes() == times
     shutil.copy(whole / "parts" / "latency.json", parts / "latency.json")
     finish([*words, "--out", cut])
     done, expected = files(cut), files(whole)

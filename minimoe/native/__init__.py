@@ -300,6 +300,11 @@ def best_kernels() -> Kernels | None:
     return next((kernels for kernels in instruction_sets() if kernels.name != "scalar"), None)
 
 
+def kernels_for(tensor: Tensor) -> Kernels | None:
+    """The fastest kernels, if they can run a tensor: on the CPU, of a dtype that they read, without gradients."""
+    return None if tensor.requires_grad or not tensor.is_cpu or tensor.dtype not in DTYPES else best_kernels()
+
+
 def find_kernels(isa: str | None = None) -> Kernels:
     """The kernels of an instruction set, or the fastest ones.
 

@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "bfloat16.h"
+#include "interface.h"
 #include "kernels.h"
-#include "places.h"
 
 namespace {
 

@@ -60,10 +60,16 @@ def own_items(*, quick: bool) -> Benchmarks:
     letters = prepare(OWN, folder, protocol="letters", limit=limit)
     cloze = prepare(OWN, folder, protocol="cloze", limit=limit)
     cloze = replace(cloze, items=[_joined(item) for item in cloze.items if isinstance(item, RequestSet)])
-    groups: dict[str, list[Any]] = {}
-    for item in letters.items:
-        groups.setdefault(item.subject, []).append(item)
+    groups = by_subject(letters.items)
     return Benchmarks([letters], [cloze], groups, {name: name for name in groups}, OWN.name)
+
+
+def by_subject(items: Sequence[Any]) -> dict[str, list[Any]]:
+    """Items of each subject, in the order in which subjects come."""
+    groups: dict[str, list[Any]] = {}
+    for item in items:
+        groups.setdefault(item.subject, []).append(item)
+    return groups
 
 
 def _read(path: Path) -> list[Question]:

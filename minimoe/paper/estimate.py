@@ -91,10 +91,8 @@ def _analysis(study: Study, rates: _Rates, groups: Any, new_tokens: int) -> floa
 
 
 def _subjects(study: Study, rates: _Rates) -> float:
-    groups: dict[str, list[Any]] = {}
-    for item in study.by_name(study.benchmarks.subjects).items:
-        groups.setdefault(item.subject, []).append(item)
-    return 0.0 if list(groups) == list(study.benchmarks.groups) else _analysis(study, rates, groups, 0)
+    groups = study.subject_groups()
+    return 0.0 if groups is None else _analysis(study, rates, groups, 0)
 
 
 def _latency(study: Study) -> float:

@@ -11,10 +11,10 @@ from minimoe.analysis.summary import ALL
 from minimoe.config import ModelConfig
 from minimoe.curve import deviation, elbow
 from minimoe.errors import InputError
-from minimoe.flops import paper_block_flops
+from minimoe.flops import block_flops, paper_block_flops
 from minimoe.intervals import Z
 from minimoe.paper import figures, published
-from minimoe.paper.findings import change, groups, latency_of, layers_of, record, scores_of, shown, tasks
+from minimoe.paper.findings import change, groups, latency_of, layers_of, record, sampled, scores_of, shown, tasks
 from minimoe.paper.measures import PADDED_BATCH
 from minimoe.paper.report import Section
 from minimoe.paper.study import MASKED, SAME_K, SKIPPED, TOP, Part
@@ -29,7 +29,7 @@ ARMS = (TOP, MASKED, SKIPPED, SAME_K)
 def readings(found: Part, config: ModelConfig) -> Section:
     """The rule, read as printed and as programmed; its edge cases; and what kneed finds."""
     section = Section("One rule, two readings")
-    curves_NE = _sampled(found)
+    curves_NE = sampled(found)
     rows = []
     for reading in ("program", "printed"):
         k_N = (deviation(curves_NE, reading).argmax(-1) + 1).clamp(max=config.top_k)
@@ -51,7 +51,7 @@ def _kneed(curves_NE: torch.Tensor) -> str:
         rule = Elbow(method="kneed")
     except InputError:
         return "The library kneed is not installed, so that its elbows cannot be compared (pip install kneed)."
-    theirs_N = torch.tensor([rule._knee(curve) for curve in curves_NE.double().numpy()])
+    theirs_N = torch.tensor([rule.knee(curve) for curve in curves_NE.double().numpy()])
     same = float((theirs_N == elbow(curves_NE)[0] + 1).double().mean())
     return (
         f"The library kneed, which the rule is likened to, finds the same elbow on {same:.1%} of them: it takes the "
@@ -130,12 +130,11 @@ def flops(found: Part, config: ModelConfig) -> Section:
         "4.86/5.37 would be k = 7.2."
     )
     rows = []
-    D, own_size, E, K = config.hidden_size, config.intermediate_size, config.num_experts, config.top_k
-    times = paper_block_flops(config, 1, K, elbow=False) / (2 * D * E + 6 * K * D * own_size)
+    times = _formula(config) / block_flops(config, config.top_k)
     for name, title in groups(found).items():
         k = {phase: record(found, "routers", name, ALL, phase)["k"] for phase in ("prefill", "decode", ALL)}
         paper = {phase: change(paper_block_flops(config, 1, k[phase], elbow=True), _formula(config)) for phase in k}
-        real = change(2 * D * E + 6 * k[ALL] * D * own_size, 2 * D * E + 6 * K * D * own_size)
+        real = change(block_flops(config, k[ALL]), block_flops(config, config.top_k))
         told = published.TABLE_2.get(name)
         theirs = None if told is None else change(*told.flops[::-1])
         rows.append(
@@ -202,7 +201,7 @@ def independence(found: Part, config: ModelConfig) -> Section:
     """How many of the tokens are worth one."""
     section = Section("Tokens are not independent")
     whole = record(found, "routers")
-    ranks_N = elbow(_sampled(found))[0].double()
+    ranks_N = elbow(sampled(found))[0].double()
     alone = Z * float(ranks_N.std()) / math.sqrt(whole["curves"])
     half = (whole["elbow_high"] - whole["elbow_low"]) / 2
     times = half / alone if alone else 0.0
@@ -272,11 +271,6 @@ def padding(found: Part, config: ModelConfig) -> Section:
 def _pads(parts: list[Part]) -> float:
     pads, tokens = (sum(part[key] for part in parts) for key in ("pads", "tokens"))
     return pads / (pads + tokens)
-
-
-def _sampled(found: Part) -> torch.Tensor:
-    """All sample curves [N, E]."""
-    return torch.cat([torch.tensor(layer) for layers in found["samples"]["curves"].values() for layer in layers])
 
 
 SECTIONS: tuple[Callable[[Part, ModelConfig], Section], ...] = (

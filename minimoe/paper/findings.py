@@ -5,6 +5,9 @@ from __future__ import annotations
 from statistics import mean
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from minimoe.analysis.summary import ALL
 from minimoe.paper.study import Part
 
@@ -52,6 +55,11 @@ def scores_of(found: Part, protocol: str, parser: str = "own") -> dict[tuple[str
 def latency_of(found: Part, group: str = ALL) -> dict[tuple[str, str], Part]:
     """Records of time by arm and phase."""
     return {(r["arm"], r["phase"]): r for r in found["latency"]["records"] if r["group"] == group}
+
+
+def sampled(found: Part) -> Tensor:
+    """All sample curves [N, E], float32."""
+    return torch.cat([torch.tensor(layer) for layers in found["samples"]["curves"].values() for layer in layers])
 
 
 def eta2(found: Part, name: str) -> float | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from minimoe.analysis.summary import ALL
 from minimoe.config import ModelConfig
-from minimoe.flops import layer_flops
+from minimoe.flops import block_flops
 from minimoe.paper import faults, figures, published, shapes
 from minimoe.paper.findings import (
     change,
@@ -250,12 +250,6 @@ def replaced(found: Part, config: ModelConfig) -> Section:
     figure = figures.dots(values, list(names.values()), f"accuracy on {title}, %", zero=False)
     section.figure("replaced", figure, f"{title} by what is replaced, with 95 % intervals", values)
     return section
-
-
-def block_flops(config: ModelConfig, k: float) -> float:
-    """FLOPs of a token in one MoE block at a mean k."""
-    one, two = (layer_flops(config, [1], [0], pairs) for pairs in (0, 1))
-    return one.gate + k * (two.experts - one.experts)
 
 
 def _points(result: Part, value: str, interval: str) -> figures.Interval:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from minimoe.analysis.figures import bound_figure
@@ -9,7 +11,7 @@ from minimoe.analysis.summary import ALL
 from minimoe.config import ModelConfig
 from minimoe.curve import elbow
 from minimoe.paper import figures, published
-from minimoe.paper.findings import groups, layers_of, record, shown, subjects, tasks
+from minimoe.paper.findings import eta2, groups, layers_of, record, sampled, shown, subjects, tasks
 from minimoe.paper.report import Section
 from minimoe.paper.study import Part
 
@@ -36,7 +38,8 @@ def shape(found: Part, config: ModelConfig) -> Section:
         f"c. The {len(of)} subjects of {tasks(found)[subjects(found)]}, each a point",
         {r["domain"]: {"elbow": r["elbow"] + 1, "angle": r["angle"]} for r in of},
     )
-    pairs = _sampled(found)
+    ranks, angles = (values.tolist() for values in elbow(sampled(found)))
+    pairs = [(rank + 1.0, angle) for rank, angle in zip(ranks, angles, strict=True) if not math.isnan(angle)]
     section.figure(
         "rank-angle",
         figures.scatter(pairs, "rank of the elbow, from 1", "angle, degrees"),
@@ -67,7 +70,7 @@ def shape(found: Part, config: ModelConfig) -> Section:
             values = [shown(variance[name][by][figure], form) for name in ("elbow", "angle", "k")]
             rows.append([f"between {what}", symbol, *values])
     theirs = [published.ETA2_ELBOW, published.ETA2_ANGLE]
-    ours = [found["subjects"]["variance"][name]["domains"]["eta2"] for name in ("elbow", "angle")]
+    ours = [eta2(found, name) for name in ("elbow", "angle")]
     rows.append(["paper, between subjects", "η²", *(f"{value:.4f}" for value in theirs), ""])
     differences = ["" if a is None else f"{a - b:+.4f}" for a, b in zip(ours, theirs, strict=True)]
     rows.append(["difference", "η²", *differences, ""])
@@ -128,13 +131,3 @@ def theorem(found: Part, config: ModelConfig) -> Section:
         "The bounds follow from δ alone: they hold as well for experts pruned at random."
     )
     return section
-
-
-def _sampled(found: Part) -> list[tuple[float, float]]:
-    """Rank from 1 and angle of all sample curves that have an elbow."""
-    pairs = []
-    for layers in found["samples"]["curves"].values():
-        for layer in layers:
-            rank_N, degrees_N = elbow(torch.tensor(layer))
-            pairs += [(r + 1.0, d) for r, d in zip(rank_N.tolist(), degrees_N.tolist(), strict=True) if d == d]
-    return pairs

@@ -21,7 +21,7 @@ from minimoe.evaluate.log import Log
 from minimoe.evaluate.results import results
 from minimoe.evaluate.run import Benchmark, evaluate, left, settings
 from minimoe.journal import Journal
-from minimoe.paper.benchmarks import Benchmarks
+from minimoe.paper.benchmarks import Benchmarks, by_subject
 from minimoe.paper.measures import STEPS, Masked, block_latency, padding, sample_curves, within_reach
 from minimoe.routers import Router
 from minimoe.routers.elbow import Elbow
@@ -142,16 +142,16 @@ class Study:
         return self.analyse(self.parts / "routers.npz", self.benchmarks.groups, NEW, progress)
 
     def _subjects(self, found: Part, progress: Progress) -> Part:
-        groups: dict[str, list[Any]] = {}
-        for item in self.by_name(self.benchmarks.subjects).items:
-            groups.setdefault(item.subject, []).append(item)
-        if list(groups) == list(self.benchmarks.groups):
+        groups = self.subject_groups()
+        if groups is None:
             return dict(found["routers"])
         return self.analyse(self.parts / "subjects.npz", groups, 0, progress)
 
-    def by_name(self, name: str) -> Benchmark:
-        """A benchmark in the paper's protocol."""
-        return next(benchmark for benchmark in self.benchmarks.letters if benchmark.task.name == name)
+    def subject_groups(self) -> dict[str, list[Any]] | None:
+        """Prompts of the task whose subjects are compared, by subject; None where these are the groups anyway."""
+        (task,) = (b for b in self.benchmarks.letters if b.task.name == self.benchmarks.subjects)
+        groups = by_subject(task.items)
+        return None if list(groups) == list(self.benchmarks.groups) else groups
 
     def analyse(self, path: Path, groups: Mapping[str, Sequence[Any]], new_tokens: int, progress: Progress) -> Part:
         """The summary of an analysis under the elbow rule, with each group of prompts as a domain."""

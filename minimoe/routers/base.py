@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from minimoe.errors import InputError, shown
-from minimoe.native import best_kernels
-from minimoe.native.places import DTYPES
+from minimoe.native import kernels_for
 from minimoe.probe import Phase
 from minimoe.routing import Routing
 
@@ -83,8 +82,7 @@ def rank(logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         (sorted_probs_TE float32, experts_TE int64). A stable sort settles ties alike on every device, which torch.topk
         does not. By the native kernels probabilities may differ from torch's in their last bit.
     """
-    kernels = best_kernels()
-    if kernels and logits_TE.is_cpu and logits_TE.dtype in DTYPES and not logits_TE.requires_grad:
+    if kernels := kernels_for(logits_TE):
         return kernels.rank(logits_TE)
     probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
     return torch.sort(probs_TE, dim=-1, descending=True, stable=True)
@@ -92,8 +90,7 @@ def rank(logits_TE: Tensor) -> tuple[Tensor, Tensor]:
 
 def keep(sorted_probs_TE: Tensor, experts_TE: Tensor, k_T: Tensor, slots: int) -> Routing:
     """The Routing of each token's k_T best experts, as ranked by `rank`, in so many slots."""
-    kernels = best_kernels()
-    if kernels and sorted_probs_TE.is_cpu and not sorted_probs_TE.requires_grad:
+    if kernels := kernels_for(sorted_probs_TE):
         return Routing(*kernels.keep(sorted_probs_TE, experts_TE, k_T, slots), k_T, experts_TE.shape[1])
     return Routing.from_ranking(experts_TE[:, :slots], sorted_probs_TE[:, :slots], k_T, experts_TE.shape[1])
 

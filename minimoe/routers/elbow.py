@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minimoe.curve import Reading, deviation
 from minimoe.errors import InputError
-from minimoe.native import best_kernels
+from minimoe.native import kernels_for
 from minimoe.routers.base import PrefixRouter, RouterContext, check_choice, check_positive
 
 Method = Literal["argmax", "kneed"]
@@ -48,17 +48,16 @@ class Elbow(PrefixRouter):
             _kneed()
 
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
-        kernels = best_kernels()
-        plain = sorted_probs_TE.is_cpu and sorted_probs_TE.dtype == torch.float32 and not sorted_probs_TE.requires_grad
-        if kernels and plain and self.method == "argmax" and self.reading == "program":
-            return kernels.elbow(sorted_probs_TE)
         if self.method == "argmax":
+            kernels = kernels_for(sorted_probs_TE)
+            if kernels and self.reading == "program":
+                return kernels.elbow(sorted_probs_TE)
             return deviation(sorted_probs_TE, self.reading).argmax(dim=-1) + 1
         curves = sorted_probs_TE.to(torch.float64).cpu().numpy()
-        return torch.tensor([self._knee(curve) for curve in curves], dtype=torch.int64).to(sorted_probs_TE.device)
+        return torch.tensor([self.knee(curve) for curve in curves], dtype=torch.int64).to(sorted_probs_TE.device)
 
-    def _knee(self, curve: np.ndarray[Any, Any]) -> int:
-        """kneed on one curve; it cannot take two points or a level line, which have no bend."""
+    def knee(self, curve: np.ndarray[Any, Any]) -> int:
+        """What kneed finds on one curve, counted from 1; it cannot take two points or a level line."""
         if len(curve) < 3 or curve[0] == curve[-1]:
             return len(curve)
         ranks = np.arange(1, len(curve) + 1)

@@ -1,0 +1,56 @@
+// The library's plain C interface, which minimoe/native/__init__.py calls through ctypes: each kernel with the instruction
+// set to use, as its number. Shape letters as in kernels.h; what the functions do stands in interface.cpp.
+#pragma once
+
+#include <cstdint>
+
+namespace minimoe {
+
+// What lies in one place over many calls, as minimoe/native/places.py writes it down.
+struct ExpertPlaces {
+    int64_t dtype, D, I, E;
+    const void *const *gate, *const *up, *const *down;
+};
+
+struct AttentionPlaces {
+    int64_t dtype, D, H, G, d, layer;
+    float eps, clip;
+    const void *const *weights;  // norm, query, key, value, query norm, key norm, output
+};
+
+struct GatePlaces {
+    int64_t dtype, D, E;
+    float eps;
+    const void *norm, *gate;
+};
+
+struct StepPlaces {
+    int64_t T;
+    const void *cos, *sin;
+    void *const *keys, *const *values;
+    const int64_t *lengths, *rooms;
+};
+
+}  // namespace minimoe
+
+extern "C" {
+int minimoe_sets();
+const char *minimoe_set_name(int set);
+int minimoe_set_supported(int set);
+void minimoe_linear(int set, int dtype, int threads, int64_t T, int64_t A, int64_t n, const int64_t *B, const void *x,
+                    const void *const *w, void *const *y);
+void minimoe_rank(int set, int dtype, int threads, int64_t T, int64_t E, const void *logits, float *sorted,
+                  int64_t *experts);
+void minimoe_keep(int64_t T, int64_t E, int64_t K, const float *sorted, const int64_t *ranked, const int64_t *k,
+                  int64_t *experts, float *weights);
+void minimoe_elbow(int64_t T, int64_t E, const float *sorted, int64_t *k);
+int64_t minimoe_experts(int set, int threads, const minimoe::ExpertPlaces *of, int64_t T, int64_t K, const void *x,
+                        const int64_t *experts, const float *weights, const int64_t *k, void *y);
+void minimoe_norm(int set, int dtype, int threads, int64_t T, int64_t D, float eps, const void *x, const void *w,
+                  void *y);
+int minimoe_finite(int dtype, int64_t n, const void *x);
+void minimoe_gate(int set, int threads, const minimoe::GatePlaces *of, int64_t T, const void *x, void *normed,
+                  void *logits);
+int minimoe_attention(int set, int threads, const minimoe::AttentionPlaces *of, const minimoe::StepPlaces *at,
+                      const void *x, void *y);
+}

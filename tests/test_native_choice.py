@@ -1,0 +1,74 @@
+"""Which instruction set and which backend run, and what happens without the library."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import minimoe
+from minimoe.errors import InputError
+from minimoe.experts import default_backend, find_backend
+from minimoe.experts.native import Native
+from minimoe.operations import NativeOperations
+from tests.native_sets import SETS, needs_kernels
+
+pytestmark = needs_kernels
+
+
+def test_the_instruction_set_can_be_chosen() -> None:
+    assert SETS[-1].name == "scalar"
+    for kernels in SETS:
+        backend = find_backend(f"native:isa={kernels.name}")
+        assert isinstance(backend, Native)
+        assert backend.kernels is kernels
+        assert isinstance(backend.operations, NativeOperations)
+    with pytest.raises(InputError, match=r"no kernels 'mmx' for this processor; choose one of .*scalar"):
+        find_backend("native:isa=mmx")
+    for spec in ("native:avx2", "native:threads=2", "bucketed:isa=avx2", "native:", "bucketed:", "native:isa="):
+        with pytest.raises(InputError, match="native:isa=avx2"):
+            find_backend(spec)
+
+
+def test_every_set_writes_the_same_text() -> None:
+    texts = {
+        kernels.name: minimoe.load("tiny", backend=f"native:isa={kernels.name}", dtype="float32")
+        .generate("Once upon a time", max_new_tokens=12, temperature=0)
+        .text
+        for kernels in SETS
+    }
+    reference = minimoe.load("tiny", backend="reference", dtype="float32")
+    texts["reference"] = reference.generate("Once upon a time", max_new_tokens=12, temperature=0).text
+    assert len(set(texts.values())) == 1, texts
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_native_is_the_default_where_it_is_the_fastest(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minimoe.experts.has_native_half", lambda dtype: half)
+    cpu = torch.device("cpu")
+    fastest = "native" if len(SETS) > 1 else "bucketed"
+    assert default_backend(torch.float32, cpu) == fastest
+    assert default_backend(torch.bfloat16, cpu) == ("bucketed" if half and SETS[0].name != "amx" else fastest)
+    if len(SETS) > 1:  # tiles are for bfloat16, and keep it
+        for name, chosen in (("amx", "native"), ("avx512bf16", "bucketed" if half else "native")):
+            with monkeypatch.context() as patch:
+                patch.setattr("minimoe.experts.best_kernels", lambda name=name: replace(SETS[0], name=name))
+                assert default_backend(torch.bfloat16, cpu) == chosen
+    assert default_backend(torch.float16, cpu) == "bucketed"
+    assert default_backend(torch.bfloat16, torch.device("cuda")) == "bucketed"
+    assert minimoe.load("tiny").backend == default_backend(torch.bfloat16, cpu)
+    assert minimoe.load("tiny", dtype="float16").backend == "bucketed"
+
+
+def test_without_the_library_the_package_runs_on_torch_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("minimoe.native", "minimoe.engine"):
+        monkeypatch.setattr(f"{place}.instruction_sets", lambda: ())
+    for place in ("experts", "linear", "native"):
+        monkeypatch.setattr(f"minimoe.{place}.best_kernels", lambda: None)
+    engine = minimoe.load("tiny", router="elbow")
+    assert engine.backend == "bucketed"
+    assert "not built" in engine.notes[0]
+    assert engine.generate("Once", max_new_tokens=3, temperature=0).tokens
+    with pytest.raises(InputError, match=r"not built.*--backend bucketed"):
+        minimoe.load("tiny", backend="native")
