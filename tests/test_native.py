@@ -71,6 +71,21 @@ def test_the_product_is_right_for_any_size(kernels: Kernels, dtype: torch.dtype,
 
 
 @each_set
+@pytest.mark.parametrize("count", [1, 3, 8, 506])
+def test_silu_is_right_for_every_size_of_number(kernels: Kernels, count: int) -> None:
+    """By experts of one input and one intermediate number each: silu(gate) * 1 * 1."""
+    spread = np.concatenate([np.linspace(-120, 120, 499), [0.0, -0.0, 1e-30, -1e-30, np.inf, -np.inf, np.nan]])
+    gates_E = torch.from_numpy(np.resize(spread, count)).float()
+    ones_E11 = torch.ones(count, 1, 1)
+    places = ExpertPlaces(gates_E[:, None, None].unbind(), ones_E11.unbind(), ones_E11.unbind())
+    each = Routing(torch.arange(count)[:, None], torch.ones(count, 1), torch.ones(count, dtype=torch.int64), count)
+    y_E1, _ = kernels.experts(torch.ones(count, 1), places, each)
+    exact_E = gates_E.double() / (1 + (-gates_E.double()).exp())
+    # From e^89 on the divisor is infinite in float32.
+    torch.testing.assert_close(y_E1[:, 0].double(), exact_E, rtol=5e-7, atol=1e-36, equal_nan=True)
+
+
+@each_set
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_neither_neighbours_nor_threads_change_a_bit(kernels: Kernels, count: int) -> None:
     x_TA, weight_BA = operands(37, 2080, 300, torch.bfloat16)

@@ -43,18 +43,10 @@ def test_every_set_writes_the_same_text() -> None:
     assert len(set(texts.values())) == 1, texts
 
 
-@pytest.mark.parametrize("half", [False, True])
-def test_native_is_the_default_where_it_is_the_fastest(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minimoe.experts.has_native_half", lambda dtype: half)
+def test_native_is_the_default_where_its_kernels_run() -> None:
     cpu = torch.device("cpu")
-    fastest = "native" if len(SETS) > 1 else "bucketed"
-    assert default_backend(torch.float32, cpu) == fastest
-    assert default_backend(torch.bfloat16, cpu) == ("bucketed" if half and SETS[0].name != "amx" else fastest)
-    if len(SETS) > 1:  # tiles are for bfloat16, and keep it
-        for name, chosen in (("amx", "native"), ("avx512bf16", "bucketed" if half else "native")):
-            with monkeypatch.context() as patch:
-                patch.setattr("minimoe.experts.best_kernels", lambda name=name: replace(SETS[0], name=name))
-                assert default_backend(torch.bfloat16, cpu) == chosen
+    fastest = "native" if len(SETS) > 1 else "bucketed"  # plain loops are no match for torch
+    assert default_backend(torch.float32, cpu) == default_backend(torch.bfloat16, cpu) == fastest
     assert default_backend(torch.float16, cpu) == "bucketed"
     assert default_backend(torch.bfloat16, torch.device("cuda")) == "bucketed"
     assert minimoe.load("tiny").backend == default_backend(torch.bfloat16, cpu)

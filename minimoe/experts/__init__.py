@@ -9,7 +9,6 @@ from minimoe.experts.base import Backend, Experts, ExpertWeights
 from minimoe.experts.bucketed import BucketedExperts
 from minimoe.experts.native import Native
 from minimoe.experts.reference import ReferenceExperts
-from minimoe.linear import has_native_half
 from minimoe.native import best_kernels
 from minimoe.native.places import DTYPES
 
@@ -54,16 +53,8 @@ def find_backend(spec: str) -> Backend:
 
 
 def default_backend(dtype: torch.dtype, device: torch.device) -> str:
-    """The backend expected to be the fastest for a dtype on a device: native where its kernels run, else bucketed.
-
-    Where torch multiplies bfloat16 matrices with instructions of the processor's own, its prefill is ahead of kernels
-    that multiply by vectors; bucketed takes the better of the two for each product. Kernels that multiply by matrix
-    tiles, as torch does there, should keep prefill too; that is not measured yet.
-    """
-    kernels = best_kernels()
-    if device.type != "cpu" or dtype not in DTYPES or not kernels:
-        return "bucketed"
-    return "bucketed" if dtype == torch.bfloat16 and has_native_half(dtype) and kernels.name != "amx" else "native"
+    """The backend expected to be the fastest for a dtype on a device: native where its kernels run, else bucketed."""
+    return "native" if device.type == "cpu" and dtype in DTYPES and best_kernels() else "bucketed"
 
 
 __all__ = ["BACKENDS", "Backend", "ExpertWeights", "Experts", "default_backend", "find_backend"]

@@ -30,6 +30,8 @@
 #else
 #pragma GCC target("avx512f,avx512bf16,amx-tile,amx-bf16")
 #endif
+#define WIDTH 16
+#include "lanes.inl"
 
 namespace minimoe {
 namespace {
@@ -133,29 +135,6 @@ inline void products(const bfloat16 *w, int64_t rows, int64_t columns, const bfl
                     : products<false>(w, rows, columns, x, x_width, fresh, out);
 }
 
-// Numbers rounded to bfloat16: as bits, and as floats again.
-inline __m512i rounded_bits(__m512 x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)); }
-inline __m512 rounded(__m512 x) { return _mm512_castsi512_ps(_mm512_slli_epi32(rounded_bits(x), 16)); }
-
-// e^x = 2^n e^r with |r| <= ln 2 / 2, by the first terms of the series of e^r, which miss less than a float does.
-inline __m512 exp(__m512 x) {
-    x = _mm512_min_ps(_mm512_set1_ps(104), _mm512_max_ps(_mm512_set1_ps(-104), x));  // a NaN stays one
-    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);  // ln 2, in a part whose products are exact
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);      // and the rest of it
-    __m512 series = _mm512_set1_ps(1.0f / 720);
-    for (const float factorial : {120, 24, 6, 2, 1, 1})
-        series = _mm512_fmadd_ps(series, r, _mm512_set1_ps(1 / factorial));
-    return _mm512_scalef_ps(series, n);
-}
-
-// The bits of `gated` for 16 tokens.
-inline __m512i gated_bits(const float *gate, const float *up) {
-    const __m512 x = rounded(_mm512_loadu_ps(gate));
-    const __m512 silu = _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1), exp(_mm512_sub_ps(_mm512_setzero_ps(), x))));
-    return rounded_bits(_mm512_mul_ps(rounded(silu), rounded(_mm512_loadu_ps(up))));
-}
-
 // Rows of a weight that one thread takes at a time, in whole steps.
 inline int64_t whole_chunk(int64_t rows, int64_t columns, int threads, int64_t weights = 1) {
     const int64_t chunk = chunk_rows(rows, columns, sizeof(bfloat16), threads, weights);
@@ -244,9 +223,10 @@ int64_t experts_of(const Experts &m, int threads) {
                 for (int64_t r = 0; r < rows; r += 2)
                     for (int64_t n = 0; n < tokens; n += TOKENS) {
                         const float *const g = &gate[r * GROUP + n], *const u = &up[r * GROUP + n];
-                        const __m512i even = gated_bits(g, u), odd = gated_bits(g + GROUP, u + GROUP);
-                        _mm512_storeu_si512(h + (tile + n / TOKENS) * h_width + packed_place(row + r, 0),
-                                            _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+                        const Words even = (Words)gated<bfloat16>(load<Floats>(g), load<Floats>(u));
+                        const Words odd = (Words)gated<bfloat16>(load<Floats>(g + GROUP), load<Floats>(u + GROUP));
+                        const Words pairs = even >> 16 | (odd & 0xffff0000u);
+                        std::memcpy(h + (tile + n / TOKENS) * h_width + packed_place(row + r, 0), &pairs, sizeof pairs);
                     }
             }
         }

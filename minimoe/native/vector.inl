@@ -18,14 +18,12 @@
 #include "attention.h"
 #include "bfloat16.h"
 #include "kernels.h"
+#include "lanes.inl"
 #include "rank.h"
 #include "work.h"
 
 namespace minimoe {
 namespace {
-
-typedef float Floats __attribute__((vector_size(4 * WIDTH)));
-typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
 
 // What a packed activation of dtype W is made of.
 #if defined(PAIRS)
@@ -39,16 +37,9 @@ inline Floats add_pairs(Floats sums, Floats, Floats) { return sums; }  // never 
 #endif
 
 constexpr int64_t STEP = 2 * WIDTH;     // places in a block
-constexpr int64_t SPAN = 1024;          // places that are summed in registers; four tokens of them fit the L1 cache
+constexpr int64_t SPAN = 2048;          // places that are summed in registers
 constexpr int TOKENS = 4;               // tokens in a tile
 constexpr int AHEAD = 2;                // groups of rows between what is read and what is asked for
-
-template <class V>
-inline V load(const void *place) {
-    V value;
-    std::memcpy(&value, place, sizeof value);
-    return value;
-}
 
 inline Floats even(Words packed) { return (Floats)(packed << 16); }
 inline Floats odd(Words packed) { return (Floats)(packed & 0xffff0000u); }
@@ -82,12 +73,17 @@ void pack(const W *x, int64_t n, Packed<W> *packed) {
             packed[packed_place<W>(i)] = narrow<Packed<W>>(i < n ? widen(x[i]) : 0.0f);
 }
 
-inline float sum(Floats v) {
-    float lanes[WIDTH];
-    std::memcpy(lanes, &v, sizeof v);
-    for (int half = WIDTH / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-    return lanes[0];
+// gate[i] = silu(gate[i]) * up[i], rounded after each of its two steps, for n numbers, a multiple of TOKENS.
+template <class W>
+void gate_all(float *gate, const float *up, int64_t n) {
+    for (int64_t i = 0; i < n; i += WIDTH) {
+        Floats g = {}, u = {};
+        const size_t bytes = std::min<int64_t>(n - i, WIDTH) * sizeof(float);
+        std::memcpy(&g, gate + i, bytes);
+        std::memcpy(&u, up + i, bytes);
+        g = gated<W>(g, u);
+        std::memcpy(gate + i, &g, bytes);
+    }
 }
 
 // sums[r][n] += w[r] . x[n] over one block, which starts at w[r] and at `place` of x[n], for R rows `stride` apart and N
@@ -115,16 +111,19 @@ inline void add_block(const W *w, int64_t stride, const Packed<W> *const *x, int
     }
 }
 
-// out[r * TOKENS + n] += w[r] . x[n] for R rows `stride` apart and N packed tokens, over n_places places. Rows that
-// come from memory are FRESH: the same places of rows further on are then asked for ahead, to be used once and not to
-// drive what the rest of a step needs out of the larger caches.
+// out[r * TOKENS + n] += w[r] . x[n] for R rows `stride` apart and N packed tokens, over n_places places. `next`, if there
+// is one, is where as many rows start that come from memory after these: the part of them that is in proportion to the
+// part of these rows is asked for, into the L2 cache, in the order in which it lies.
 template <class W, int R, int N, bool FRESH>
-inline void dots(const W *w, int64_t stride, const Packed<W> *const *x, int64_t from, int64_t n_places, float *out) {
+inline void dots(const W *w, int64_t stride, const Packed<W> *const *x, int64_t from, int64_t n_places, const W *next,
+                 float *out) {
+    constexpr int64_t ASKED = R * STEP * sizeof(W), LINE = 64;  // bytes
     Floats sums[R][N] = {};
     const int64_t whole = n_places / STEP * STEP;
     for (int64_t i = from; i < from + whole; i += STEP) {
         if (FRESH)
-            for (int r = 0; r < R; r++) __builtin_prefetch(w + (r + AHEAD * R) * stride + i, 0, 0);
+            for (int64_t ask = 0; ask < ASKED; ask += LINE)
+                __builtin_prefetch(reinterpret_cast<const char *>(next + i * R) + ask, 0, 2);
         add_block<W, R, N>(w + i, stride, x, i, sums);
     }
     if (whole < n_places) {
@@ -134,21 +133,26 @@ inline void dots(const W *w, int64_t stride, const Packed<W> *const *x, int64_t 
             std::memcpy(rest[r], w + r * stride + from + whole, (n_places - whole) * sizeof(W));
         add_block<W, R, N>(rest[0], STEP, x, from + whole, sums);
     }
+    Floats flat[R * N];
+    for (int i = 0; i < R * N; i++) flat[i] = sums[i / N][i % N];
+    sum<R * N>(flat);
+    float lanes[(R * N + WIDTH - 1) / WIDTH * WIDTH];
+    std::memcpy(lanes, flat, sizeof lanes);
     for (int r = 0; r < R; r++)
-        for (int n = 0; n < N; n++) out[r * TOKENS + n] += sum(sums[r][n]);
+        for (int n = 0; n < N; n++) out[r * TOKENS + n] += lanes[r * N + n];
 }
 
 // The part of `tile` that covers the places from `from` on, for some of its rows.
 template <class W, int R, int N>
-void strip(const W *w, int64_t rows, int64_t columns, const Packed<W> *const *x, int64_t from, bool ask_ahead,
+void strip(const W *w, int64_t rows, int64_t columns, const Packed<W> *const *x, int64_t from, const W *next,
            float *out) {
     const int64_t n = std::min(SPAN, columns - from);
     int64_t row = 0;
     for (; row + R <= rows; row += R) {
-        const auto some = ask_ahead ? dots<W, R, N, true> : dots<W, R, N, false>;
-        some(w + row * columns, columns, x, from, n, out + row * TOKENS);
+        const auto some = next ? dots<W, R, N, true> : dots<W, R, N, false>;
+        some(w + row * columns, columns, x, from, n, next, out + row * TOKENS);
     }
-    for (; row < rows; row++) dots<W, 1, N, false>(w + row * columns, columns, x, from, n, out + row * TOKENS);
+    for (; row < rows; row++) dots<W, 1, N, false>(w + row * columns, columns, x, from, n, nullptr, out + row * TOKENS);
 }
 
 // out[r * TOKENS + n] = w[r] . x[n] for all rows of w[rows, columns].
@@ -160,7 +164,7 @@ void tile(const W *w, int64_t rows, int64_t columns, const Packed<W> *const *x, 
     for (int64_t row = 0; row < rows; row += step)
         for (int64_t from = 0; from < columns; from += SPAN)
             strip<W, R, N>(w + row * columns, std::min(step, rows - row), columns, x, from,
-                           fresh && row + (AHEAD + 1) * R <= rows, out + row * TOKENS);
+                           fresh && row + 2 * R <= rows ? w + (row + R) * columns : nullptr, out + row * TOKENS);
 }
 
 // The same for 1 to TOKENS tokens.
@@ -250,10 +254,10 @@ int64_t experts_of(const Experts &m, int threads) {
                 products(static_cast<const W *>(m.up[e]) + row * m.D, rows, m.D, places, tokens, p == pairs.offsets[e],
                          up.data());
                 done += 2 * tokens * rows * m.D;
+                gate_all<W>(gate.data(), up.data(), rows * TOKENS);
                 for (int64_t n = 0; n < tokens; n++)
                     for (int64_t r = 0; r < rows; r++)
-                        h[(p + n) * h_width + packed_place<W>(row + r)] =
-                            narrow<Packed<W>>(gated<W>(gate[r * TOKENS + n], up[r * TOKENS + n]));
+                        h[(p + n) * h_width + packed_place<W>(row + r)] = narrow<Packed<W>>(gate[r * TOKENS + n]);
             }
         }
 #pragma omp for schedule(static)
@@ -293,7 +297,8 @@ float norm_scale(const W *x, int64_t n, float eps) {
         sums += first(x + i) * first(x + i);
         sums += second(x + i) * second(x + i);
     }
-    float squares = sum(sums);
+    sum<1>(&sums);
+    float squares = sums[0];
     for (int64_t i = whole; i < n; i++) squares += widen(x[i]) * widen(x[i]);
     return 1 / std::sqrt(squares / n + eps);
 }

@@ -1,0 +1,73 @@
+// WIDTH floats at a time, whatever the instruction set: rounding, the exponential function, SiLU and sums of lanes.
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+namespace minimoe {
+namespace {
+
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t Signed __attribute__((vector_size(4 * WIDTH)));
+
+template <class V>
+inline V load(const void *place) {
+    V value;
+    std::memcpy(&value, place, sizeof value);
+    return value;
+}
+
+#if defined(__clang__)
+#define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, Words{__VA_ARGS__})
+#endif
+
+// Of each 2 * HALF lanes of a, and then of b, the first HALF and the second HALF added.
+template <int HALF, size_t... I>
+inline Floats halved(Floats a, Floats b, std::index_sequence<I...>) {
+    return SHUFFLED(a, b, (I / HALF * 2 * HALF + I % HALF)...) + SHUFFLED(a, b, (I / HALF * 2 * HALF + I % HALF + HALF)...);
+}
+
+// The sum of each of n vectors' lanes, in the first lanes of the vectors, in order. Each is summed in the same order:
+// halves, quarters and so on, whatever n is.
+template <int n, int HALF = WIDTH / 2>
+inline void sum(Floats *v) {
+    for (int i = 0; i < n; i += 2)
+        v[i / 2] = halved<HALF>(v[i], v[i + 1 < n ? i + 1 : i], std::make_index_sequence<WIDTH>());
+    if constexpr (HALF > 1) sum<(n + 1) / 2, HALF / 2>(v);
+}
+
+// What a tensor of dtype W would hold.
+template <class W>
+inline Floats rounded(Floats x) {
+    if (sizeof(W) == sizeof(float)) return x;
+    const Words bits = (Words)x, nearest = bits + 0x7fff + ((bits >> 16) & 1);
+    return (Floats)((x == x ? nearest : bits | 0x400000) & 0xffff0000u);  // a NaN stays one without its lower half
+}
+
+// e^x = 2^n e^r with |r| <= ln 2 / 2, by the first terms of the series of e^r, which miss less than a float does.
+inline Floats exponential(Floats x) {
+    constexpr float MOST = 104, ROUND = 0x1.8p23f;  // e^104 is infinite and e^-104 zero; a float above 2^23 is whole
+    x = x > MOST ? Floats{} + MOST : x;  // a NaN stays one
+    x = x < -MOST ? Floats{} - MOST : x;
+    const Floats shifted = x * 1.44269504f + ROUND, n = shifted - ROUND;
+    // ln 2, in a part whose products are exact and the rest of it.
+    const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    Floats series = Floats{} + 1.0f / 720;
+    for (const float factorial : {120, 24, 6, 2, 1, 1}) series = series * r + 1 / factorial;
+    // 2^n in two factors, for one alone may be out of range.
+    const Signed whole = (Signed)shifted - (Signed)(Floats{} + ROUND), half = whole >> 1;
+    return series * (Floats)((half + 127) << 23) * (Floats)((whole - half + 127) << 23);
+}
+
+// silu(gate) * up, rounded after each of its two steps.
+template <class W>
+inline Floats gated(Floats gate, Floats up) {
+    gate = rounded<W>(gate);
+    return rounded<W>(rounded<W>(gate / (1 + exponential(-gate))) * rounded<W>(up));
+}
+
+}  // namespace
+}  // namespace minimoe
