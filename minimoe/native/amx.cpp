@@ -135,6 +135,14 @@ inline void products(const bfloat16 *w, int64_t rows, int64_t columns, const bfl
                     : products<false>(w, rows, columns, x, x_width, fresh, out);
 }
 
+// One row of a packed tile from two rows of gates and of ups, a tile's tokens each.
+inline void gate_pairs(const float *gate, const float *up, bfloat16 *packed) {
+    const Words even = (Words)gated<bfloat16>(load<Floats>(gate), load<Floats>(up));
+    const Words odd = (Words)gated<bfloat16>(load<Floats>(gate + GROUP), load<Floats>(up + GROUP));
+    const Words pairs = even >> 16 | odd;
+    std::memcpy(packed, &pairs, sizeof pairs);
+}
+
 // Rows of a weight that one thread takes at a time, in whole steps.
 inline int64_t whole_chunk(int64_t rows, int64_t columns, int threads, int64_t weights = 1) {
     const int64_t chunk = chunk_rows(rows, columns, sizeof(bfloat16), threads, weights);
@@ -222,11 +230,8 @@ int64_t experts_of(const Experts &m, int threads) {
                 // Two rows are a pair of places. What is no row or no token is zero, and packs as zero.
                 for (int64_t r = 0; r < rows; r += 2)
                     for (int64_t n = 0; n < tokens; n += TOKENS) {
-                        const float *const g = &gate[r * GROUP + n], *const u = &up[r * GROUP + n];
-                        const Words even = (Words)gated<bfloat16>(load<Floats>(g), load<Floats>(u));
-                        const Words odd = (Words)gated<bfloat16>(load<Floats>(g + GROUP), load<Floats>(u + GROUP));
-                        const Words pairs = even >> 16 | (odd & 0xffff0000u);
-                        std::memcpy(h + (tile + n / TOKENS) * h_width + packed_place(row + r, 0), &pairs, sizeof pairs);
+                        const int64_t at = r * GROUP + n;
+                        gate_pairs(&gate[at], &up[at], h + (tile + n / TOKENS) * h_width + packed_place(row + r, 0));
                     }
             }
         }
