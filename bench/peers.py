@@ -1,18 +1,20 @@
 """How fast this engine is beside others on the same checkpoint, in bfloat16, with the same threads and tokens.
 
-    python -m bench.peers                          # on the synthetic checkpoint, written first if need be
-    python -m bench.peers --layers 16 --work "decode 1,prefill 512" --save
-    python -m bench.peers --model weights/tiny --work "decode 1"
+    python bench/peers.py --save      # on a checkpoint of the whole model's shape, written first if need be
+    python bench/peers.py --layers 4 --work "decode 1,prefill 512"
+    python bench/peers.py --model weights/tiny --work "decode 1"
 
 Before anything is timed the engines' logits are compared: a wrong engine is not fast. Then every engine takes its turn
 in every round, so that whatever else the machine does meets all of them. All engines get the same random tokens, new
-ones in each round: experts that were just used would otherwise be read from the processor's cache.
+ones in each round: experts that were just used would otherwise be read from the processor's cache. Without --model and
+--work the table goes on to loading, to what elbow's pruning saves and the rule costs, and to the embedded model.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
@@ -20,20 +22,21 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, too
+
+from bench import loading, pruning, step
 from bench.engines import ENGINES
 from bench.limits import Limits, measure
-from bench.report import Spread, at_least_one, machine, publish, table
-from bench.synthetic import DEFAULT_GATE_SCALE, DEFAULT_LAYERS, OLMOE_1B_7B, Recipe, default_folder, write
-from bench.worker import EngineFailed, Task, Worker, open_worker, read_through
+from bench.report import Finding, Spread, at_least_one, bars_table, machine, publish, table
+from bench.synthetic import DEFAULT_GATE_SCALE, OLMOE_1B_7B, Recipe, default_folder, write
+from bench.worker import ROOT, EngineFailed, Task, Worker, open_worker, read_through
 from minimoe.config import ModelConfig
+from minimoe.engine import load
 from minimoe.errors import InputError
 from minimoe.flops import pass_bytes
 
@@ -81,6 +84,8 @@ BARS = {
 }
 LIMIT_BAR = 0.9  # of the read bandwidth, in decoding one sequence
 EMBEDDED_BARS = {("decode 1", "transformers"): 3.0}
+ELBOW_ROUNDS = 100
+STEP_CONTEXT = 512  # tokens in the cache
 
 Speeds = Mapping[str, Mapping[str, Spread]]  # tokens per second, by work and by contender ("transformers eager")
 
@@ -144,7 +149,7 @@ def compare(
         seats = Seats(folder, threads, vocab_size, stack if _fits_together(folder, len(engines)) else None)
         errors, skipped = _check(seats, engines, Tokens(vocab_size, seed=0))
         present = [engine for engine in engines if engine not in skipped]
-        for turn in track(range(rounds), "Measuring", console=Console(stderr=True), disable=not sys.stderr.isatty()):
+        for turn in range(rounds):
             tokens = Tokens(vocab_size, seed=1 + turn)
             tasks = {
                 name: (work, tokens.take(work.sequences, work.prompt), tokens.take(work.new, work.sequences))
@@ -152,6 +157,7 @@ def compare(
             }
             first = turn % len(present)
             for engine in present[first:] + present[:first]:
+                print(f"Round {turn + 1} of {rounds}: {engine}.", file=sys.stderr)
                 with seats.worker(engine) as worker:
                     for name, (work, prompts, steps) in tasks.items():
                         for variant in _able(worker, work):
@@ -177,6 +183,7 @@ def _check(seats: Seats, engines: Sequence[str], tokens: Tokens) -> tuple[dict[s
     skipped: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as place:
         for engine in engines:
+            print(f"Checking the logits of {engine}.", file=sys.stderr)
             try:
                 with seats.worker(engine) as worker:
                     for variant in worker.variants:
@@ -237,8 +244,8 @@ def read_fraction(config: ModelConfig, tokens_per_second: float, bandwidth: floa
     return total * tokens_per_second / bandwidth
 
 
-def findings(speeds: Speeds, config: ModelConfig, bandwidth: float) -> list[dict[str, Any]]:
-    """How this engine compares in each work: with every peer, and with what the memory could deliver.
+def findings(speeds: Speeds, config: ModelConfig, bandwidth: float) -> list[Finding]:
+    """How many times as fast this engine is as every peer in each work, and how near to what memory could deliver.
 
     Bars are those of the first variant, the fastest, and of the two models that have any.
     """
@@ -248,13 +255,55 @@ def findings(speeds: Speeds, config: ModelConfig, bandwidth: float) -> list[dict
     for work, spreads in speeds.items():
         for place, (name, by_peer) in enumerate(ratios(spreads).items()):
             for peer, ratio in by_peer.items():
-                bar = bars.get((work, peer)) if place == 0 else None
-                found.append({"work": work, "engine": name, "against": peer, "value": ratio, "bar": bar})
+                found.append(Finding(work, name, peer, ratio, bars.get((work, peer)) if place == 0 else None))
             if work == "decode 1" and whole:
                 value = read_fraction(config, spreads[name].median, bandwidth)
-                bar = LIMIT_BAR if place == 0 else None
-                found.append({"work": work, "engine": name, "against": "read bandwidth", "value": value, "bar": bar})
+                found.append(Finding(work, name, "read bandwidth", value, LIMIT_BAR if place == 0 else None))
     return found
+
+
+def first_token(folder: Path, threads: int, repeats: int) -> list[Finding]:
+    """From the end of the imports to the first logits, beside transformers, and the memory that takes."""
+    loadings, _ = loading.measure(folder, threads, repeats, [OURS, "transformers"])
+    seconds = {engine: Spread.of([run.first_token for run in runs]).median for engine, runs in loadings.items()}
+    anonymous = max(run.anonymous for run in loadings[OURS]) / 1e9
+    most = loading.MAX_ANONYMOUS_BYTES / 1e9
+    found = [
+        Finding("load to first token", OURS, "seconds", seconds[OURS], loading.MAX_LOAD_SECONDS, at_most=True),
+        Finding("load to first token", OURS, "GB that are no file's", anonymous, most, at_most=True),
+    ]
+    if "transformers" in seconds:
+        ratio = seconds["transformers"] / seconds[OURS]
+        found.append(Finding("load to first token", OURS, "transformers", ratio, loading.FIRST_TOKEN_BAR))
+    return found
+
+
+def elbow(folder: Path, threads: int) -> list[Finding]:
+    """What pruned pairs save of what they promise, and what the rule, and all but the products, take of a step."""
+    engine = load(folder, router="elbow", threads=threads)
+    _, savings = pruning.measure(engine, ELBOW_ROUNDS)
+    found = [
+        Finding(f"elbow, mean k {of['mean_k']:.1f}", engine.backend, "pruned pairs", of["kept"], pruning.SAVING_BAR)
+        for of in savings.values()
+    ]
+    steps = step.measure(engine, ELBOW_ROUNDS // 2, STEP_CONTEXT)
+    shares = {
+        "elbow rule": (steps["elbow_share"], step.RULE_BAR),
+        "all but products": (steps["around_share"], step.AROUND_BAR),
+    }
+    return found + [
+        Finding(what, engine.backend, "decode step", spread.median, bar, at_most=True)
+        for what, (spread, bar) in shares.items()
+    ]
+
+
+def embedded(threads: int, rounds: int) -> tuple[Speeds, list[Finding]]:
+    """Decoding with the embedded model, beside transformers."""
+    folder = ROOT / "weights" / "tiny"
+    config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text("utf-8")))
+    speeds, _, _ = compare(folder, threads, rounds, {"decode 1": WORKS["decode 1"]}, (OURS, "transformers"))
+    found = findings(speeds, config, bandwidth=math.nan)
+    return speeds, [replace(finding, work=f"embedded model, {finding.work}") for finding in found]
 
 
 def _report(
@@ -262,7 +311,7 @@ def _report(
     errors: Mapping[str, float],
     skipped: Mapping[str, str],
     limits: Limits,
-    found: Sequence[Mapping[str, Any]],
+    found: Sequence[Finding],
 ) -> str:
     rows = []
     for name, error in errors.items():
@@ -270,21 +319,15 @@ def _report(
         rows.append([name, f"{error:.4f}", *cells])
     lines = ["Tokens per second:", "", table(["engine", "logits off by", *speeds], rows), ""]
     if found:
-        lines += [table(["work", "engine", "against", "times as fast", "bar", ""], [_cells(f) for f in found]), ""]
+        lines += ["Times as fast as a peer, or a part of a limit:", "", bars_table(found), ""]
     lines.append(f"Read bandwidth {limits.bandwidth.text(1e-9)} GB/s, float32 {limits.float32.text(1e-9, 0)} GFLOP/s.")
     return "\n".join([*lines, *(f"Skipped {reason}" for reason in skipped.values())])
-
-
-def _cells(finding: Mapping[str, Any]) -> list[str]:
-    bar, value = finding["bar"], finding["value"]
-    verdict = ["", ""] if bar is None else [str(bar), "met" if value >= bar else "missed"]
-    return [finding["work"], finding["engine"], finding["against"], f"{value:.2f}", *verdict]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", type=Path, help="a folder; by default the synthetic checkpoint of bench.synthetic")
-    parser.add_argument("--layers", type=at_least_one, default=DEFAULT_LAYERS, help="of it; 16 is the whole model")
+    parser.add_argument("--layers", type=at_least_one, default=16, help="of it; 16 is the whole model")
     parser.add_argument("--work", help=f"comma list, by default all of: {', '.join(WORKS)}")
     parser.add_argument("--engines", help=f"comma list, by default all of: {', '.join(ENGINES)}")
     parser.add_argument("--rounds", type=at_least_one, default=5, help="turns of each engine")
@@ -306,6 +349,13 @@ def main() -> None:
         sys.exit(str(error))
     config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text("utf-8")))
     found = findings(speeds, config, limits.bandwidth.median)
+    beside: Speeds = {}
+    if arguments.model is None and arguments.work is None:
+        print("Loading, pruning and the embedded model.", file=sys.stderr)
+        found += first_token(folder, arguments.threads, repeats=arguments.rounds)
+        found += elbow(folder, arguments.threads)
+        beside, more = embedded(arguments.threads, arguments.rounds)
+        found += more
     text = _report(speeds, errors, skipped, limits, found)
     model = {"name": folder.name, "layers": config.num_layers, "dtype": "bfloat16"}
     result = {
@@ -315,6 +365,7 @@ def main() -> None:
         "speeds": speeds,
         "errors": errors,
         "findings": found,
+        "embedded_speeds": beside,
         "limits": limits,
         "skipped": skipped,
     }

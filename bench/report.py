@@ -46,6 +46,42 @@ class Spread:
         return f"{median} ({low}–{high})"
 
 
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One figure that has, or may have, a bar.
+
+    Attributes:
+        work: what was done.
+        engine: by whom.
+        against: what the figure is a ratio to, or its unit.
+        value: the figure.
+        bar: the least it is meant to be, the most if `at_most`, or None.
+    """
+
+    work: str
+    engine: str
+    against: str
+    value: float
+    bar: float | None = None
+    at_most: bool = False
+
+    @property
+    def met(self) -> bool:
+        """Whether there is a bar and the figure meets it; a NaN meets none."""
+        return self.bar is not None and (self.value <= self.bar if self.at_most else self.value >= self.bar)
+
+
+def bars_table(found: Sequence[Finding]) -> str:
+    """Every finding beside its bar."""
+    rows = []
+    for finding in found:
+        cells = ["", ""]
+        if finding.bar is not None:
+            cells = [f"{'at most ' if finding.at_most else ''}{finding.bar:g}", "met" if finding.met else "missed"]
+        rows.append([finding.work, finding.engine, finding.against, f"{finding.value:.3g}", *cells])
+    return table(["work", "engine", "against", "figure", "bar", ""], rows)
+
+
 def machine(threads: int) -> dict[str, Any]:
     """What a figure depends on besides the code: processor, memory, load, threads and versions."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

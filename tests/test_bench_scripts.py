@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import resource
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,9 +23,9 @@ from transformers import AutoModelForCausalLM, OlmoeConfig
 
 from bench import analysis, evaluation, limits, loading, peers, pruning, report, startup, step, synthetic
 from bench.engines import ENGINES, BenchEngine, MiniMoe
-from bench.loading import peak_resident_bytes
+from bench.loading import AnonymousPeak, resident_bytes
 from bench.peers import MAX_ERROR, Work, compare, distance, ratios
-from bench.report import Spread
+from bench.report import Finding, Spread
 from bench.startup import Command, CommandFailed, wall_seconds
 from bench.synthetic import OLMOE_1B_7B, Recipe
 from bench.worker import EngineFailed, Task, Times, open_worker
@@ -309,13 +310,49 @@ def test_bars_are_for_the_fastest_backend_and_the_whole_models_shape(monkeypatch
     # By hand: 16 layers of 8 experts of 3 x 2048 x 1024 and of 4 x 2048 x 2048 in attention, a head, 2 bytes each.
     token_bytes = 2 * (16 * (8 * 3 * 2048 * 1024 + 4 * 2048 * 2048) + 50304 * 2048)
     found = peers.findings({"decode 1": SPREADS}, config, bandwidth=token_bytes * 10)
-    by_name = {(f["engine"].split()[1], f["against"]): (f["value"], f["bar"]) for f in found}
+    by_name = {(f.engine.split()[1], f.against): (f.value, f.bar) for f in found}
     assert by_name["native", "one"] == (2.25, 2.5)
     assert by_name["bucketed", "one"] == (1.5, None)
     assert by_name["native", "two"] == (1.0, None)
     assert by_name["native", "read bandwidth"] == (pytest.approx(0.9, rel=0.01), 0.9)
     tiny = peers.findings({"decode 1": SPREADS}, replace(config, hidden_size=256), bandwidth=1e9)
-    assert {f["against"] for f in tiny} == {"one", "two"}
+    assert {f.against for f in tiny} == {"one", "two"}
+
+
+def test_a_bar_is_a_least_or_a_most() -> None:
+    fast, slow, unknown = (Finding("decode", "native", "peer", value, 2.0) for value in (2.0, 1.99, math.nan))
+    assert [finding.met for finding in (fast, slow, unknown)] == [True, False, False]
+    heavy, light = (Finding("load", "native", "GB", value, 2.0, at_most=True) for value in (2.01, 2.0))
+    assert [finding.met for finding in (heavy, light)] == [False, True]
+    rows = [
+        row.split(" | ")
+        for row in report.bars_table([fast, heavy, Finding("decode", "bucketed", "peer", 1)]).split("\n")[2:]
+    ]
+    assert [[cell.strip(" |") for cell in row[3:]] for row in rows] == [
+        ["2", "2", "met"],
+        ["2.01", "at most 2", "missed"],
+        ["1", "", ""],
+    ]
+
+
+def test_what_stands_beside_speeds_is_measured(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "ELBOW_ROUNDS", 4)
+    monkeypatch.setattr(peers, "STEP_CONTEXT", 5)
+    found = peers.elbow(small, threads=1)
+    assert [finding.work for finding in found] == [
+        *(f"elbow, mean k {k}" for k in ("7.6", "6.0", "4.0")),
+        "elbow rule",
+        "all but products",
+    ]
+    assert {finding.bar for finding in found} == {0.9, 0.02, 0.08}
+    slow = loading.Loading(load=1, first_token=9.0, baseline=1, peak=1, anonymous=7)
+    fast = loading.Loading(load=0.1, first_token=0.75, baseline=1, peak=1, anonymous=1_250_000_000)
+    monkeypatch.setattr(loading, "measure", lambda *_: ({"minimoe": [fast], "transformers": [slow]}, {}))
+    assert [(finding.against, finding.value, finding.met) for finding in peers.first_token(small, 1, repeats=1)] == [
+        ("seconds", 0.75, True),
+        ("GB that are no file's", 1.25, True),
+        ("transformers", 12.0, True),
+    ]
 
 
 def test_the_limits_are_measured() -> None:
@@ -371,15 +408,25 @@ def test_loading_in_a_child_measures_time_and_memory(small: Path) -> None:
     (measured,) = loadings["minimoe"]
     assert 0 < measured.load < measured.first_token < 60
     assert 10e6 < measured.baseline <= measured.peak < 4e9
+    assert 10e6 < measured.anonymous < measured.peak
     assert list(skipped) == ["absent"]
 
 
 def test_peak_memory_is_the_kernels_own_figure() -> None:
     ballast = torch.ones(50_000_000, dtype=torch.uint8)
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    assert ballast.nbytes < resident <= peak_resident_bytes() * 1.01
+    assert ballast.nbytes < resident <= resident_bytes("VmHWM") * 1.01
     # ru_maxrss also remembers the process that started this one, hence no equality.
-    assert peak_resident_bytes() <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 * 1.01
+    assert resident_bytes("VmHWM") <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 * 1.01
+
+
+def test_the_anonymous_peak_outlives_what_made_it() -> None:
+    before = resident_bytes("RssAnon")
+    with AnonymousPeak() as peak:
+        ballast = torch.ones(50_000_000, dtype=torch.uint8)
+        time.sleep(0.1)
+        del ballast
+    assert before + 40_000_000 < peak.bytes < before + 200_000_000
 
 
 def test_commands_are_timed_to_their_end_and_must_do_their_work(small: Path) -> None:
@@ -410,8 +457,6 @@ def test_the_pruning_benchmark_measures_every_k_of_the_rule(small: Path) -> None
         assert float(parts.sum()) == pytest.approx(1.0)
         # The mean k that the benchmark's README gives for this spread.
         assert float((parts * torch.arange(len(parts))).sum()) == pytest.approx(6.0, abs=0.1)
-        assert pruning.step_seconds(engine, 2).median > 0
-        assert pruning.rule_seconds(engine.router, engine, 2).median > 0
 
 
 def test_a_step_is_set_against_its_products(small: Path) -> None:
