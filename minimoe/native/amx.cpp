@@ -144,15 +144,15 @@ inline void gate_pairs(const float *gate, const float *up, bfloat16 *packed) {
 }
 
 // Rows of a weight that one thread takes at a time, in whole steps.
-inline int64_t whole_chunk(int64_t rows, int64_t columns, int threads, int64_t weights = 1) {
-    const int64_t chunk = chunk_rows(rows, columns, sizeof(bfloat16), threads, weights);
+inline int64_t whole_chunk(int64_t rows, int64_t columns, int64_t chunks) {
+    const int64_t chunk = chunk_rows(rows, columns, sizeof(bfloat16), chunks);
     return (chunk + 2 * ROWS - 1) / (2 * ROWS) * (2 * ROWS);
 }
 
 void linear_of(const Linear &l, int threads) {
     const int64_t all_rows = std::accumulate(l.B, l.B + l.n, int64_t(0)), width = packed_size(l.A);
     threads = worth(all_rows * l.A * sizeof(bfloat16) * l.T, threads);
-    const int64_t chunk = whole_chunk(all_rows, l.A, threads);
+    const int64_t chunk = whole_chunk(all_rows, l.A, 4 * threads);
     // Chunks of all weights in one loop; the i-th weight has those from firsts[i] on.
     std::vector<int64_t> firsts(l.n + 1);
     for (int64_t i = 0; i < l.n; i++) firsts[i + 1] = firsts[i] + (l.B[i] + chunk - 1) / chunk;
@@ -199,9 +199,9 @@ int64_t experts_of(const Experts &m, int threads) {
     bfloat16 *const h = scratch.take<bfloat16>(firsts[live] * h_width);
     float *const y = scratch.take<float>(m.T * m.D);
     // Gate and up are read side by side, so each may fill half the cache.
-    const int64_t in_chunk = whole_chunk(m.I, 2 * m.D, threads, std::max<int64_t>(live, 1));
+    const int64_t in_chunk = whole_chunk(m.I, 2 * m.D, 4 * threads / std::max<int64_t>(live, 1));
     const int64_t in_chunks = (m.I + in_chunk - 1) / in_chunk;
-    const int64_t out_chunk = whole_chunk(m.D, m.I, threads);
+    const int64_t out_chunk = whole_chunk(m.D, m.I, 16 * threads);
 #pragma omp parallel num_threads(threads) reduction(+ : done)
     {
         const Tiles configured;

@@ -34,6 +34,7 @@ inline Floats halved(Floats a, Floats b, std::index_sequence<I...>) {
 // halves, quarters and so on, whatever n is.
 template <int n, int HALF = WIDTH / 2>
 inline void sum(Floats *v) {
+#pragma GCC unroll 16
     for (int i = 0; i < n; i += 2)
         v[i / 2] = halved<HALF>(v[i], v[i + 1 < n ? i + 1 : i], std::make_index_sequence<WIDTH>());
     if constexpr (HALF > 1) sum<(n + 1) / 2, HALF / 2>(v);

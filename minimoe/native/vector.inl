@@ -111,19 +111,17 @@ inline void add_block(const W *w, int64_t stride, const Packed<W> *const *x, int
     }
 }
 
-// out[r * TOKENS + n] += w[r] . x[n] for R rows `stride` apart and N packed tokens, over n_places places. `next`, if there
-// is one, is where as many rows start that come from memory after these: the part of them that is in proportion to the
-// part of these rows is asked for, into the L2 cache, in the order in which it lies.
-template <class W, int R, int N, bool FRESH>
+// out[r * TOKENS + n] += w[r] . x[n] for R rows `stride` apart and N packed tokens, over n_places places. Meanwhile ASKED
+// rows from `next` on are asked for, into the L2 cache, in the order in which they lie: as large a part of them as of
+// these.
+template <class W, int R, int N, int ASKED>
 inline void dots(const W *w, int64_t stride, const Packed<W> *const *x, int64_t from, int64_t n_places, const W *next,
                  float *out) {
-    constexpr int64_t ASKED = R * STEP * sizeof(W), LINE = 64;  // bytes
+    constexpr int64_t LINE = 64 / sizeof(W);
     Floats sums[R][N] = {};
     const int64_t whole = n_places / STEP * STEP;
     for (int64_t i = from; i < from + whole; i += STEP) {
-        if (FRESH)
-            for (int64_t ask = 0; ask < ASKED; ask += LINE)
-                __builtin_prefetch(reinterpret_cast<const char *>(next + i * R) + ask, 0, 2);
+        for (int64_t ask = 0; ask < ASKED * STEP; ask += LINE) __builtin_prefetch(next + i * ASKED + ask, 0, 2);
         add_block<W, R, N>(w + i, stride, x, i, sums);
     }
     if (whole < n_places) {
@@ -134,6 +132,7 @@ inline void dots(const W *w, int64_t stride, const Packed<W> *const *x, int64_t 
         add_block<W, R, N>(rest[0], STEP, x, from + whole, sums);
     }
     Floats flat[R * N];
+#pragma GCC unroll 32
     for (int i = 0; i < R * N; i++) flat[i] = sums[i / N][i % N];
     sum<R * N>(flat);
     float lanes[(R * N + WIDTH - 1) / WIDTH * WIDTH];
@@ -142,40 +141,54 @@ inline void dots(const W *w, int64_t stride, const Packed<W> *const *x, int64_t 
         for (int n = 0; n < N; n++) out[r * TOKENS + n] += lanes[r * N + n];
 }
 
-// The part of `tile` that covers the places from `from` on, for some of its rows.
-template <class W, int R, int N>
+// The part of `tile` that covers the places from `from` on, for some of its rows. R rows at a time ask for ASKED rows.
+template <class W, int R, int N, int ASKED>
 void strip(const W *w, int64_t rows, int64_t columns, const Packed<W> *const *x, int64_t from, const W *next,
            float *out) {
     const int64_t n = std::min(SPAN, columns - from);
     int64_t row = 0;
-    for (; row + R <= rows; row += R) {
-        const auto some = next ? dots<W, R, N, true> : dots<W, R, N, false>;
-        some(w + row * columns, columns, x, from, n, next, out + row * TOKENS);
-    }
-    for (; row < rows; row++) dots<W, 1, N, false>(w + row * columns, columns, x, from, n, nullptr, out + row * TOKENS);
+    for (; row + R <= rows; row += R, next += ASKED * columns)
+        dots<W, R, N, ASKED>(w + row * columns, columns, x, from, n, next, out + row * TOKENS);
+    for (; row < rows; row++) dots<W, 1, N, 0>(w + row * columns, columns, x, from, n, nullptr, out + row * TOKENS);
 }
 
-// out[r * TOKENS + n] = w[r] . x[n] for all rows of w[rows, columns].
+// Where rows of weights lie that a thread reads after those it has now, or null: at once, and after its next chunk starts.
+template <class W>
+struct Ahead {
+    const W *follows, *later;
+};
+
+// out[r * TOKENS + n] = w[r] . x[n] for all rows of w[rows, columns]. In the first pass over them they come from memory.
 template <class W, int R, int N>
-void tile(const W *w, int64_t rows, int64_t columns, const Packed<W> *const *x, bool fresh, float *out) {
+void tile(const W *w, int64_t rows, int64_t columns, const Packed<W> *const *x, int64_t pass, Ahead<W> ahead,
+          float *out) {
     std::fill(out, out + rows * TOKENS, 0.0f);
-    // Fresh rows stream from memory, whole. Later the tokens' parts stay in the L1 cache while all rows pass by.
-    const int64_t step = fresh ? R : rows;
-    for (int64_t row = 0; row < rows; row += step)
-        for (int64_t from = 0; from < columns; from += SPAN)
-            strip<W, R, N>(w + row * columns, std::min(step, rows - row), columns, x, from,
-                           fresh && row + 2 * R <= rows ? w + (row + R) * columns : nullptr, out + row * TOKENS);
+    if (pass == 0) {
+        // Fresh rows stream from memory, whole, and ask for as many rows after them.
+        for (int64_t row = 0; row < rows; row += R) {
+            const W *const next = row + 2 * R <= rows ? w + (row + R) * columns : ahead.follows;
+            const auto some = next ? strip<W, R, N, R> : strip<W, R, N, 0>;
+            for (int64_t from = 0; from < columns; from += SPAN)
+                some(w + row * columns, std::min<int64_t>(R, rows - row), columns, x, from, next, out + row * TOKENS);
+        }
+        return;
+    }
+    // Later all rows pass by the tokens' parts, which stay in the L1 cache, and the processor is the limit: time to ask
+    // for what comes from memory in the next chunk, a part in each pass.
+    const W *const next = ahead.later && pass <= R ? ahead.later + (pass - 1) * (rows / R) * columns : nullptr;
+    const auto some = next ? strip<W, R, N, 1> : strip<W, R, N, 0>;
+    for (int64_t from = 0; from < columns; from += SPAN) some(w, rows, columns, x, from, next, out);
 }
 
 // The same for 1 to TOKENS tokens.
 template <class W>
-void products(const W *w, int64_t rows, int64_t columns, const Packed<W> *const *x, int64_t tokens, bool fresh,
-              float *out) {
+void products(const W *w, int64_t rows, int64_t columns, const Packed<W> *const *x, int64_t tokens, int64_t pass,
+              Ahead<W> ahead, float *out) {
     switch (tokens) {
-        case 1: return tile<W, 4, 1>(w, rows, columns, x, fresh, out);
-        case 2: return tile<W, 4, 2>(w, rows, columns, x, fresh, out);
-        case 3: return tile<W, ROWS, 3>(w, rows, columns, x, fresh, out);
-        default: return tile<W, ROWS, 4>(w, rows, columns, x, fresh, out);
+        case 1: return tile<W, 4, 1>(w, rows, columns, x, pass, ahead, out);
+        case 2: return tile<W, 4, 2>(w, rows, columns, x, pass, ahead, out);
+        case 3: return tile<W, ROWS, 3>(w, rows, columns, x, pass, ahead, out);
+        default: return tile<W, ROWS, 4>(w, rows, columns, x, pass, ahead, out);
     }
 }
 
@@ -183,10 +196,18 @@ template <class W>
 void linear_of(const Linear &l, int threads) {
     const int64_t all_rows = std::accumulate(l.B, l.B + l.n, int64_t(0)), width = room(l.A);
     threads = worth(all_rows * l.A * sizeof(W) * l.T, threads);
-    const int64_t chunk = chunk_rows(all_rows, l.A, sizeof(W), threads);
+    const int64_t chunk = chunk_rows(all_rows, l.A, sizeof(W), 4 * threads);
     // Chunks of all weights in one loop; the i-th weight has those from firsts[i] on.
     std::vector<int64_t> firsts(l.n + 1);
     for (int64_t i = 0; i < l.n; i++) firsts[i + 1] = firsts[i] + (l.B[i] + chunk - 1) / chunk;
+    const auto weight_of = [&](int64_t item) {
+        return std::upper_bound(firsts.begin(), firsts.end(), item) - firsts.begin() - 1;
+    };
+    const auto rows_from = [&](int64_t item) -> const W * {
+        if (item >= firsts[l.n]) return nullptr;
+        const int64_t i = weight_of(item);
+        return static_cast<const W *>(l.w[i]) + (item - firsts[i]) * chunk * l.A;
+    };
     scratch.reserve(l.T * width * sizeof(Packed<W>));
     Packed<W> *const x = scratch.take<Packed<W>>(l.T * width);
 #pragma omp parallel num_threads(threads)
@@ -196,15 +217,16 @@ void linear_of(const Linear &l, int threads) {
         std::vector<float> out(chunk * TOKENS);
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < firsts[l.n]; item++) {
-            const int64_t i = std::upper_bound(firsts.begin(), firsts.end(), item) - firsts.begin() - 1;
-            const int64_t B = l.B[i], row = (item - firsts[i]) * chunk, rows = std::min(chunk, B - row);
-            const W *const w = static_cast<const W *>(l.w[i]) + row * l.A;
+            const int64_t i = weight_of(item), B = l.B[i], row = (item - firsts[i]) * chunk;
+            const int64_t rows = std::min(chunk, B - row);
+            // The thread's next item is likely the one after those that the others have now.
+            const W *const w = rows_from(item), *const next = rows_from(item + threads);
             W *const y = static_cast<W *>(l.y[i]) + row;
             for (int64_t t = 0; t < l.T; t += TOKENS) {
                 const int64_t tokens = std::min<int64_t>(TOKENS, l.T - t);
                 const Packed<W> *places[TOKENS];
                 for (int64_t n = 0; n < tokens; n++) places[n] = x + (t + n) * width;
-                products(w, rows, l.A, places, tokens, t == 0, out.data());
+                products(w, rows, l.A, places, tokens, t / TOKENS, Ahead<W>{next, next}, out.data());
                 for (int64_t n = 0; n < tokens; n++)
                     for (int64_t r = 0; r < rows; r++) y[(t + n) * B + r] = narrow<W>(out[r * TOKENS + n]);
             }
@@ -231,10 +253,14 @@ int64_t experts_of(const Experts &m, int threads) {
     Packed<W> *const x = scratch.take<Packed<W>>(m.T * x_width);
     Packed<W> *const h = scratch.take<Packed<W>>(P * h_width);
     float *const y = scratch.take<float>(m.T * m.D);
-    // Gate and up are read side by side, so each may fill half the cache.
-    const int64_t in_chunk = chunk_rows(m.I, 2 * m.D, sizeof(W), threads, std::max<int64_t>(live, 1));
+    // Gate and up are read side by side, so each may fill half the cache. A chunk of outputs is read from all experts.
+    const int64_t in_chunk = chunk_rows(m.I, 2 * m.D, sizeof(W), 4 * threads / std::max<int64_t>(live, 1));
     const int64_t in_chunks = (m.I + in_chunk - 1) / in_chunk;
-    const int64_t out_chunk = chunk_rows(m.D, m.I, sizeof(W), threads);
+    const int64_t out_chunk = chunk_rows(m.D, m.I, sizeof(W), 16 * threads);
+    const auto rows_from = [&](const void *const *weights, int64_t item) -> const W * {
+        if (item >= live * in_chunks) return nullptr;
+        return static_cast<const W *>(weights[pairs.live[item / in_chunks]]) + item % in_chunks * in_chunk * m.D;
+    };
 #pragma omp parallel num_threads(threads) reduction(+ : done)
     {
         std::vector<float> gate(in_chunk * TOKENS), up(in_chunk * TOKENS), out(out_chunk * TOKENS);
@@ -246,13 +272,14 @@ int64_t experts_of(const Experts &m, int threads) {
         for (int64_t item = 0; item < live * in_chunks; item++) {
             const int64_t e = pairs.live[item / in_chunks], row = item % in_chunks * in_chunk;
             const int64_t rows = std::min(in_chunk, m.I - row);
+            const W *const gate_rows = rows_from(m.gate, item), *const up_rows = rows_from(m.up, item);
+            const W *const next_gate = rows_from(m.gate, item + threads), *const next_up = rows_from(m.up, item + threads);
             for (int64_t p = pairs.offsets[e]; p < pairs.offsets[e + 1]; p += TOKENS) {
                 const int64_t tokens = std::min<int64_t>(TOKENS, pairs.offsets[e + 1] - p);
+                const int64_t pass = (p - pairs.offsets[e]) / TOKENS;
                 for (int64_t n = 0; n < tokens; n++) places[n] = x + pairs.tokens[p + n] * x_width;
-                products(static_cast<const W *>(m.gate[e]) + row * m.D, rows, m.D, places, tokens, p == pairs.offsets[e],
-                         gate.data());
-                products(static_cast<const W *>(m.up[e]) + row * m.D, rows, m.D, places, tokens, p == pairs.offsets[e],
-                         up.data());
+                products(gate_rows, rows, m.D, places, tokens, pass, Ahead<W>{up_rows, next_gate}, gate.data());
+                products(up_rows, rows, m.D, places, tokens, pass, Ahead<W>{next_gate, next_up}, up.data());
                 done += 2 * tokens * rows * m.D;
                 gate_all<W>(gate.data(), up.data(), rows * TOKENS);
                 for (int64_t n = 0; n < tokens; n++)
@@ -268,12 +295,16 @@ int64_t experts_of(const Experts &m, int threads) {
         for (int64_t row = 0; row < m.D; row += out_chunk) {
             const int64_t rows = std::min(out_chunk, m.D - row);
             for (int64_t t = 0; t < m.T; t++) std::fill_n(y + t * m.D + row, rows, 0.0f);
-            for (const int64_t e : pairs.live)
+            const auto down_rows = [&](int64_t j) -> const W * {
+                return j < live ? static_cast<const W *>(m.down[pairs.live[j]]) + row * m.I : nullptr;
+            };
+            for (int64_t j = 0; j < live; j++) {
+                const int64_t e = pairs.live[j];
                 for (int64_t p = pairs.offsets[e]; p < pairs.offsets[e + 1]; p += TOKENS) {
                     const int64_t tokens = std::min<int64_t>(TOKENS, pairs.offsets[e + 1] - p);
                     for (int64_t n = 0; n < tokens; n++) places[n] = h + (p + n) * h_width;
-                    products(static_cast<const W *>(m.down[e]) + row * m.I, rows, m.I, places, tokens,
-                             p == pairs.offsets[e], out.data());
+                    products(down_rows(j), rows, m.I, places, tokens, (p - pairs.offsets[e]) / TOKENS,
+                             Ahead<W>{down_rows(j + 1), down_rows(j + 1)}, out.data());
                     done += tokens * rows * m.I;
                     for (int64_t n = 0; n < tokens; n++) {
                         float *const sums = y + pairs.tokens[p + n] * m.D + row;
@@ -281,6 +312,7 @@ int64_t experts_of(const Experts &m, int threads) {
                         for (int64_t r = 0; r < rows; r++) sums[r] = with_share<W>(sums[r], out[r * TOKENS + n], weight);
                     }
                 }
+            }
             for (int64_t t = 0; t < m.T; t++)
                 for (int64_t r = row; r < row + rows; r++)
                     static_cast<W *>(m.y)[t * m.D + r] = narrow<W>(y[t * m.D + r]);
@@ -366,10 +398,12 @@ void attention_of(const Attention &a, int threads) {
             const int64_t t = item / a.H, h = item % a.H, g = h / (a.H / a.G), positions = a.lengths[t] + 1;
             pack(&queries[item * a.d], a.d, query.data());
             const Packed<W> *const place = query.data();
-            products(cached<W>(a, a.keys, t, g), positions, a.d, &place, 1, true, scores.data());
+            const W *const values = cached<W>(a, a.values, t, g);
+            products(cached<W>(a, a.keys, t, g), positions, a.d, &place, 1, 0, Ahead<W>{values, nullptr},
+                     scores.data());
             for (int64_t s = 0; s < positions; s++) scores[s] = scores[s * TOKENS] / std::sqrt(float(a.d));
             softmax(scores.data(), positions);
-            mix(scores.data(), cached<W>(a, a.values, t, g), positions, a.d, mixed.data());
+            mix(scores.data(), values, positions, a.d, mixed.data());
             for (int64_t i = 0; i < a.d; i++) static_cast<W *>(a.y)[item * a.d + i] = narrow<W>(mixed[i]);
         }
     }

@@ -40,12 +40,13 @@ class Scratch {
 
 thread_local Scratch scratch;
 
-// Rows of a weight that one thread takes at a time: a few times as many chunks of all `weights` as threads, so that they
-// end together, and no more than the L2 cache holds.
-inline int64_t chunk_rows(int64_t rows, int64_t columns, int64_t bytes, int threads, int64_t weights = 1) {
-    const int64_t chunks = threads == 1 ? 1 : (4 * threads + weights - 1) / weights;
-    const int64_t fitting = std::max<int64_t>(L2_BYTES / std::max<int64_t>(columns * bytes, 1), 12);
-    return std::clamp<int64_t>((rows + chunks - 1) / chunks, 1, fitting / 12 * 12);
+// Rows of a weight that one thread takes at a time: so many chunks, a few times as many as threads so that they end
+// together, but no more rows than the L2 cache holds; a multiple of what the kernels multiply at a time.
+inline int64_t chunk_rows(int64_t rows, int64_t columns, int64_t bytes, int64_t chunks) {
+    constexpr int64_t STEP = 12;
+    const int64_t fitting = L2_BYTES / std::max<int64_t>(columns * bytes, 1) / STEP * STEP;
+    chunks = std::max<int64_t>(chunks, 1);
+    return std::max(std::min((rows + chunks * STEP - 1) / (chunks * STEP) * STEP, fitting), STEP);
 }
 
 // How many threads a call is worth that reads so many bytes of weights.
