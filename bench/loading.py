@@ -183,12 +183,13 @@ def main() -> None:
     text = table(headers, rows) + (
         f"\n\nThe files are {file_bytes / 1e9:.2f} GB. "
         f"The bars: load under {MAX_LOAD_SECONDS} s, peak under {MAX_PEAK_OF_FILE} of the file size, of it no file's "
-        f"{MAX_ANONYMOUS_BYTES / 1e9} GB."
+        f"{MAX_ANONYMOUS_BYTES / 1e9} GB. Model: {folder.name}."
     )
     text += "".join(f"\nSkipped {reason}" for reason in skipped.values())
     bars = {"load_seconds": MAX_LOAD_SECONDS, "peak_of_file": MAX_PEAK_OF_FILE, "anonymous_bytes": MAX_ANONYMOUS_BYTES}
     result = {"machine": about, "model": folder.name, "file_bytes": file_bytes, "bars": bars}
-    publish("loading", text, {**result, "figures": figures, "skipped": skipped}, arguments.save)
+    name = f"loading-{folder.name}" if arguments.model else f"loading-{arguments.layers}-layers"
+    publish(name, text, {**result, "figures": figures, "skipped": skipped}, arguments.save)
 
 
 if __name__ == "__main__":

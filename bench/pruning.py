@@ -57,7 +57,9 @@ def elbow_counts(scale: float, engine: Engine) -> Tensor:
     config = engine.config
     draws = torch.Generator().manual_seed(1)
     logits_TE = torch.randn(CURVES, config.num_experts, generator=draws) * scale
-    k_T = parse_router("elbow").route(logits_TE, _context(engine, CURVES)).k_T
+    zeros_T = torch.zeros(CURVES, dtype=torch.int64)
+    context = RouterContext(0, "decode", zeros_T, zeros_T, zeros_T, config.top_k, config.norm_topk_prob)
+    k_T = parse_router("elbow").route(logits_TE, context).k_T
     return torch.bincount(k_T, minlength=config.top_k + 1) / CURVES
 
 
@@ -79,12 +81,6 @@ def measure(engine: Engine, rounds: int) -> tuple[dict[int, Spread], dict[str, d
         blocks = block_seconds(engine, rounds)
         medians = {k: spread.median for k, spread in blocks.items()}
         return blocks, {f"{s:g}": saving(elbow_counts(s, engine), medians, config.top_k) for s in GATE_SCALES}
-
-
-def _context(engine: Engine, tokens: int) -> RouterContext:
-    zeros_T = torch.zeros(tokens, dtype=torch.int64)
-    config = engine.config
-    return RouterContext(0, "decode", zeros_T, zeros_T, zeros_T, config.top_k, config.norm_topk_prob)
 
 
 def main() -> None:

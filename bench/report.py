@@ -19,6 +19,7 @@ import torch
 
 import minimoe
 from minimoe.linear import has_native_half
+from minimoe.native import best_kernels
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -84,6 +85,7 @@ def bars_table(found: Sequence[Finding]) -> str:
 
 def machine(threads: int) -> dict[str, Any]:
     """What a figure depends on besides the code: processor, memory, load, threads and versions."""
+    kernels = best_kernels()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
@@ -92,6 +94,7 @@ def machine(threads: int) -> dict[str, Any]:
         "threads": threads,
         "memory_gb": round(memory / 1e9, 1),
         "bfloat16_instructions": has_native_half(torch.bfloat16),
+        "kernels": kernels.name if kernels else None,
         "load_average_before": round(os.getloadavg()[0], 2),
         "system": platform.platform(),
         "python": platform.python_version(),

@@ -31,9 +31,9 @@ from minimoe.routers.spec import parse_router
 from minimoe.routing import Routing
 from minimoe.sampling import Sampler, Sampling
 
-RULES = ("top_k", "elbow")
 AROUND_BAR = 0.08  # of a step
-RULE_BAR = 0.02  # of a step: elbow
+RULE_BAR = 0.02  # of a step
+RULES = {"top_k": "", "elbow": f"{100 * RULE_BAR:.0f}"}  # and their bars in % of a step
 
 
 class RuleTime(Probe):
@@ -130,8 +130,7 @@ def main() -> None:
         ["whole step, ms", measured["step_seconds"].text(1e3), ""],
         ["its products alone, ms", measured["product_seconds"].text(1e3), ""],
         ["all else, % of the step", measured["around_share"].text(100), f"{100 * AROUND_BAR:.0f}"],
-        ["rule top_k, % of its step", measured["top_k_share"].text(100, 2), ""],
-        ["rule elbow, % of its step", measured["elbow_share"].text(100, 2), f"{100 * RULE_BAR:.0f}"],
+        *([f"rule {name}, % of its step", measured[f"{name}_share"].text(100, 2), bar] for name, bar in RULES.items()),
     ]
     text = f"{table(['one decode step', 'median', 'at most'], rows)}\n\n"
     text += f"Model: {folder.name}, backend {engine.backend}, after {arguments.context} tokens."

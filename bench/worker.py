@@ -108,7 +108,7 @@ def open_worker(engine: str, folder: Path, threads: int) -> Iterator[Worker]:
 
 def read_through(folder: Path) -> None:
     """Read every file once, so that what follows finds them in the system's page cache."""
-    for path in sorted(folder.iterdir()):
+    for path in sorted(path for path in folder.iterdir() if path.is_file()):
         with path.open("rb", buffering=0) as file:
             while file.read(1 << 24):
                 pass

@@ -7,7 +7,7 @@ C room of a cache; N new tokens of one sequence, S all its positions so far.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -150,10 +150,13 @@ class Operations:
         queries = rotate(q_TD.unflatten(-1, (of.heads, -1)), *sequences.rotation)
         keys = rotate(k_TGd.unflatten(-1, (of.kv_heads, -1)), *sequences.rotation)
         values = v_TGd.unflatten(-1, (of.kv_heads, -1))
-        new, caches = sequences.new, sequences.caches
-        if caches is None and len(set(new)) == 1:
-            return _attend_alike(queries, keys, values, new[0]).flatten(-2)
-        return _attend_each(of.layer, queries, keys, values, new, caches).flatten(-2)
+        return self.attended(of.layer, queries, keys, values, sequences).flatten(-2)
+
+    def attended(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sequences: Sequences) -> Tensor:
+        """Causal attention within each sequence, [T, H, d]; extends the caches."""
+        if sequences.caches is None and len(set(sequences.new)) == 1:
+            return _attend_alike(q_THd, k_TGd, v_TGd, sequences.new[0])
+        return _attend_each(attend, layer, q_THd, k_TGd, v_TGd, sequences)
 
 
 class NativeOperations(Operations):
@@ -184,6 +187,9 @@ class NativeOperations(Operations):
         if sequences.steps is None:
             return super().attention(of, x_TD, sequences)
         return self._kernels.attention(x_TD, of.places, sequences.steps)
+
+    def attended(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sequences: Sequences) -> Tensor:
+        return _attend_each(self._kernels.attend, layer, q_THd, k_TGd, v_TGd, sequences)
 
     def finite(self, x_TE: Tensor) -> bool:
         return self._kernels.finite(x_TE)
@@ -230,19 +236,19 @@ def attend(q_NHd: Tensor, k_GSd: Tensor, v_GSd: Tensor) -> Tensor:
 
 
 def _attend_each(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     layer: int,
     q_THd: Tensor,
     k_TGd: Tensor,
     v_TGd: Tensor,
-    new: Sequence[int],
-    caches: Sequence[KVCache] | None,
+    sequences: Sequences,
 ) -> Tensor:
     """One sequence at a time: each has its own length, and none sees another."""
-    parts = zip(*(t.split(list(new)) for t in (q_THd, k_TGd, v_TGd)), strict=True)
+    parts = zip(*(t.split(list(sequences.new)) for t in (q_THd, k_TGd, v_TGd)), strict=True)
     mixed = []
     for sequence, (q_NHd, k_NGd, v_NGd) in enumerate(parts):
-        if caches is not None:
-            k_GSd, v_GSd = caches[sequence].extend(layer, k_NGd, v_NGd)
+        if sequences.caches is not None:
+            k_GSd, v_GSd = sequences.caches[sequence].extend(layer, k_NGd, v_NGd)
         else:
             k_GSd, v_GSd = k_NGd.transpose(0, 1), v_NGd.transpose(0, 1)
         mixed.append(attend(q_NHd, k_GSd, v_GSd))

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import resource
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -344,14 +345,46 @@ def test_what_stands_beside_speeds_is_measured(small: Path, monkeypatch: pytest.
         "elbow rule",
         "all but products",
     ]
-    assert {finding.bar for finding in found} == {0.9, 0.02, 0.08}
+    assert [(finding.bar, finding.at_most) for finding in found] == [(0.9, False)] * 3 + [(0.02, True), (0.08, True)]
     slow = loading.Loading(load=1, first_token=9.0, baseline=1, peak=1, anonymous=7)
     fast = loading.Loading(load=0.1, first_token=0.75, baseline=1, peak=1, anonymous=1_250_000_000)
     monkeypatch.setattr(loading, "measure", lambda *_: ({"minimoe": [fast], "transformers": [slow]}, {}))
-    assert [(finding.against, finding.value, finding.met) for finding in peers.first_token(small, 1, repeats=1)] == [
+    assert [(finding.against, finding.value, finding.met) for finding in peers.first_token(small, 1, 1, [])] == [
         ("seconds", 0.75, True),
         ("GB that are no file's", 1.25, True),
         ("transformers", 12.0, True),
+    ]
+    monkeypatch.setattr(loading, "measure", lambda *_: ({}, {"minimoe": "minimoe: no memory"}))
+    with pytest.raises(EngineFailed, match="no memory"):
+        peers.first_token(small, 1, 1, [])
+
+
+@pytest.mark.parametrize(("options", "goes_on"), [([], True), (["--work", "prefill 512"], False)])
+def test_what_stands_beside_speeds_cannot_lose_them(
+    options: list[str],
+    goes_on: bool,
+    small: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fails(*_: object) -> list[Finding]:
+        raise EngineFailed("out of luck")
+
+    monkeypatch.setattr(peers, "default_folder", lambda *_: small)
+    monkeypatch.setattr(peers, "write", lambda *_: None)
+    limit = Spread.of([1.0])
+    monkeypatch.setattr(peers, "measure", lambda *_: limits.Limits(limit, limit, limit))
+    monkeypatch.setattr(peers, "compare", lambda *_: ({"prefill 512": SPREADS}, {"minimoe native": 0.0}, {}))
+    monkeypatch.setattr(peers, "elbow", lambda *_: [Finding("elbow", "native", "pruned pairs", 0.95, 0.9)])
+    monkeypatch.setattr(peers, "first_token", fails)
+    monkeypatch.setattr(peers, "embedded", fails)
+    monkeypatch.setattr(sys, "argv", ["peers", *options])
+    peers.main()
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {finding["work"] for finding in result["findings"]} == {"prefill 512", *(["elbow"] if goes_on else [])}
+    assert list(result["skipped"].values()) == goes_on * [
+        "loading: out of luck",
+        "the embedded model: out of luck",
     ]
 
 

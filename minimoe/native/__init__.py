@@ -205,6 +205,41 @@ class Kernels:
             raise IndexError("a cache has no room for one more position")
         return y_TD
 
+    def attend(self, q_NHd: Tensor, k_GSd: Tensor, v_GSd: Tensor) -> Tensor:
+        """Causal attention of the last N positions of one sequence over all its S; returns [N, H, d].
+
+        float32 or bfloat16, all alike, softmax in float32. H is a multiple of G. Keys and values may be parts of larger
+        tensors, such as caches.
+        """
+        N, H, d = q_NHd.shape
+        G, S = k_GSd.shape[:2]
+        if k_GSd.stride() != v_GSd.stride() or k_GSd.stride(2) != 1:
+            k_GSd, v_GSd = k_GSd.contiguous(), v_GSd.contiguous()
+        alike = {(tensor.dtype, tensor.device.type) for tensor in (q_NHd, k_GSd, v_GSd)}
+        if alike not in [{(dtype, "cpu")} for dtype in DTYPES] or not k_GSd.shape == v_GSd.shape == (G, S, d):
+            raise ValueError("queries, keys and values do not fit together")
+        if N > S or not G or H % G:
+            raise ValueError(f"{N} queries of {H} heads and {S} positions of {G} do not fit together")
+        q_NHd = q_NHd.contiguous()
+        y_NHd = torch.empty_like(q_NHd)
+        self.interface.minimoe_attend(
+            self.index,
+            DTYPES[q_NHd.dtype],
+            torch.get_num_threads(),
+            N,
+            S,
+            H,
+            G,
+            d,
+            k_GSd.stride(1),
+            k_GSd.stride(0),
+            q_NHd.data_ptr(),
+            k_GSd.data_ptr(),
+            v_GSd.data_ptr(),
+            y_NHd.data_ptr(),
+        )
+        return y_NHd
+
     def experts(self, x_TD: Tensor, places: ExpertPlaces, routing: Routing) -> tuple[Tensor, int]:
         """The weighted sum of each token's live experts, and the multiply-adds done with expert weights.
 
@@ -285,6 +320,8 @@ def instruction_sets() -> tuple[Kernels, ...]:
     library.minimoe_gate.argtypes = [*[_INT] * 2, _POINTER, _INT64, *[_POINTER] * 3]
     library.minimoe_gate.restype = None
     library.minimoe_attention.argtypes = [*[_INT] * 2, *[_POINTER] * 4]
+    library.minimoe_attend.argtypes = [*[_INT] * 3, *[_INT64] * 7, *[_POINTER] * 4]
+    library.minimoe_attend.restype = None
     library.minimoe_experts.argtypes = [*[_INT] * 2, _POINTER, *[_INT64] * 2, *[_POINTER] * 5]
     library.minimoe_experts.restype = _INT64
     return tuple(

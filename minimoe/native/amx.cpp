@@ -17,21 +17,16 @@
 #include <unistd.h>
 #endif
 
-#include <algorithm>
-#include <cstring>
-#include <numeric>
-#include <vector>
-
-#include "bfloat16.h"
-#include "work.h"
-
+#include "standard.h"
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bf16,amx-tile,amx-bf16"))), apply_to = function)
 #else
 #pragma GCC target("avx512f,avx512bf16,amx-tile,amx-bf16")
 #endif
 #define WIDTH 16
+#include "bfloat16.h"
 #include "lanes.inl"
+#include "work.h"
 
 namespace minimoe {
 namespace {
@@ -199,7 +194,7 @@ int64_t experts_of(const Experts &m, int threads) {
     bfloat16 *const h = scratch.take<bfloat16>(firsts[live] * h_width);
     float *const y = scratch.take<float>(m.T * m.D);
     // Gate and up are read side by side, so each may fill half the cache.
-    const int64_t in_chunk = whole_chunk(m.I, 2 * m.D, 4 * threads / std::max<int64_t>(live, 1));
+    const int64_t in_chunk = whole_chunk(m.I, 2 * m.D, (4 * threads + live - 1) / std::max<int64_t>(live, 1));
     const int64_t in_chunks = (m.I + in_chunk - 1) / in_chunk;
     const int64_t out_chunk = whole_chunk(m.D, m.I, 16 * threads);
 #pragma omp parallel num_threads(threads) reduction(+ : done)
@@ -275,6 +270,8 @@ void norm(const Norm &n, DType dtype, int threads) { avx512_kernels.norm(n, dtyp
 
 void attention(const Attention &a, DType dtype, int threads) { avx512_kernels.attention(a, dtype, threads); }
 
+void attend(const Attend &a, DType dtype, int threads) { avx512bf16_kernels.attend(a, dtype, threads); }
+
 void rank(const Rank &r, DType dtype, int threads) { avx512_kernels.rank(r, dtype, threads); }
 
 // Whether the processor has tiles, and the system gives this process the memory to keep them in: Linux wants to be
@@ -293,7 +290,7 @@ bool supported() {
 
 }  // namespace
 
-const Kernels amx_kernels = {supported, linear, experts, norm, attention, rank};
+const Kernels amx_kernels = {supported, linear, experts, norm, attention, attend, rank};
 
 }  // namespace minimoe
 

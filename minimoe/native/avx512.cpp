@@ -1,5 +1,8 @@
 // 16 floats at a time, in 32 registers.
 #if defined(__x86_64__)
+#include <immintrin.h>
+
+#include "standard.h"
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f"))), apply_to = function)
 #else
@@ -9,6 +12,7 @@
 #define WIDTH 16
 #define ROWS 6
 #define SUPPORTED (__builtin_cpu_supports("avx512f"))
+#define FUSED(a, b, sum) ((Floats)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(sum)))
 #include "vector.inl"
 #if defined(__clang__)
 #pragma clang attribute pop

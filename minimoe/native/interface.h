@@ -51,6 +51,8 @@ void minimoe_norm(int set, int dtype, int threads, int64_t T, int64_t D, float e
 int minimoe_finite(int dtype, int64_t n, const void *x);
 void minimoe_gate(int set, int threads, const minimoe::GatePlaces *of, int64_t T, const void *x, void *normed,
                   void *logits);
+void minimoe_attend(int set, int dtype, int threads, int64_t N, int64_t S, int64_t H, int64_t G, int64_t d,
+                    int64_t position, int64_t head, const void *q, const void *k, const void *v, void *y);
 int minimoe_attention(int set, int threads, const minimoe::AttentionPlaces *of, const minimoe::StepPlaces *at,
                       const void *x, void *y);
 }

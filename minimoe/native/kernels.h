@@ -62,6 +62,16 @@ struct Attention {
     void *y;                           // [T, H * d]
 };
 
+// Causal attention of the last N positions of one sequence to all its S: y[n, h] = the mix of values that query n of head
+// h sees, of positions 0 to S - N + n. Keys and values of kv head g start g * head numbers on, those of a position
+// s * position on.
+struct Attend {
+    int64_t N, S, H, G, d, position, head;
+    const void *q;       // [N, H, d]
+    const void *k, *v;
+    void *y;             // [N, H, d]
+};
+
 // Softmax of each row of logits, in descending order, and which expert each probability belongs to; ties go to the
 // lowest id.
 struct Rank {
@@ -77,6 +87,7 @@ struct Kernels {
     int64_t (*experts)(const Experts &, DType, int threads);
     void (*norm)(const Norm &, DType, int threads);
     void (*attention)(const Attention &, DType, int threads);
+    void (*attend)(const Attend &, DType, int threads);
     void (*rank)(const Rank &, DType, int threads);
 };
 

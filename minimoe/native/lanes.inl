@@ -1,9 +1,4 @@
 // WIDTH floats at a time, whatever the instruction set: rounding, the exponential function, SiLU and sums of lanes.
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <utility>
-
 namespace minimoe {
 namespace {
 
@@ -27,7 +22,8 @@ inline V load(const void *place) {
 // Of each 2 * HALF lanes of a, and then of b, the first HALF and the second HALF added.
 template <int HALF, size_t... I>
 inline Floats halved(Floats a, Floats b, std::index_sequence<I...>) {
-    return SHUFFLED(a, b, (I / HALF * 2 * HALF + I % HALF)...) + SHUFFLED(a, b, (I / HALF * 2 * HALF + I % HALF + HALF)...);
+    return SHUFFLED(a, b, (I / HALF * 2 * HALF + I % HALF)...) +
+           SHUFFLED(a, b, (I / HALF * 2 * HALF + I % HALF + HALF)...);
 }
 
 // The sum of each of n vectors' lanes, in the first lanes of the vectors, in order. Each is summed in the same order:
@@ -48,7 +44,7 @@ inline Floats rounded(Floats x) {
     return (Floats)((x == x ? nearest : bits | 0x400000) & 0xffff0000u);  // a NaN stays one without its lower half
 }
 
-// e^x = 2^n e^r with |r| <= ln 2 / 2, by the first terms of the series of e^r, which miss less than a float does.
+// e^x = 2^n e^r with |r| <= ln 2 / 2, by the first terms of the series of e^r, which miss 5e-9 of it at most.
 inline Floats exponential(Floats x) {
     constexpr float MOST = 104, ROUND = 0x1.8p23f;  // e^104 is infinite and e^-104 zero; a float above 2^23 is whole
     x = x > MOST ? Floats{} + MOST : x;  // a NaN stays one
@@ -56,8 +52,8 @@ inline Floats exponential(Floats x) {
     const Floats shifted = x * 1.44269504f + ROUND, n = shifted - ROUND;
     // ln 2, in a part whose products are exact and the rest of it.
     const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    Floats series = Floats{} + 1.0f / 720;
-    for (const float factorial : {120, 24, 6, 2, 1, 1}) series = series * r + 1 / factorial;
+    Floats series = Floats{} + 1.0f / 5040;
+    for (const float factorial : {720, 120, 24, 6, 2, 1, 1}) series = series * r + 1 / factorial;
     // 2^n in two factors, for one alone may be out of range.
     const Signed whole = (Signed)shifted - (Signed)(Floats{} + ROUND), half = whole >> 1;
     return series * (Floats)((half + 127) << 23) * (Floats)((whole - half + 127) << 23);

@@ -95,6 +95,25 @@ void attention_of(const Attention &a) {
     }
 }
 
+template <class W>
+void attend_of(const Attend &a) {
+    for (int64_t n = 0; n < a.N; n++)
+        for (int64_t h = 0; h < a.H; h++) {
+            const W *keys = static_cast<const W *>(a.k) + h / (a.H / a.G) * a.head;
+            const W *values = static_cast<const W *>(a.v) + h / (a.H / a.G) * a.head;
+            const std::vector<float> query = widened<W>(static_cast<const W *>(a.q) + (n * a.H + h) * a.d, a.d);
+            std::vector<float> scores(a.S - a.N + n + 1);
+            for (size_t s = 0; s < scores.size(); s++)
+                scores[s] = dot(keys + s * a.position, query.data(), a.d) / std::sqrt(float(a.d));
+            softmax(scores.data(), scores.size());
+            for (int64_t i = 0; i < a.d; i++) {
+                float sum = 0;
+                for (size_t s = 0; s < scores.size(); s++) sum += scores[s] * widen(values[s * a.position + i]);
+                static_cast<W *>(a.y)[(n * a.H + h) * a.d + i] = narrow<W>(sum);
+            }
+        }
+}
+
 void linear(const Linear &l, DType dtype, int) {
     dtype == FLOAT32 ? linear_of<float>(l) : linear_of<bfloat16>(l);
 }
@@ -109,6 +128,10 @@ void attention(const Attention &a, DType dtype, int) {
     dtype == FLOAT32 ? attention_of<float>(a) : attention_of<bfloat16>(a);
 }
 
+void attend(const Attend &a, DType dtype, int) {
+    dtype == FLOAT32 ? attend_of<float>(a) : attend_of<bfloat16>(a);
+}
+
 void rank(const Rank &r, DType dtype, int) {
     for (int64_t t = 0; t < r.T; t++) dtype == FLOAT32 ? rank_token<float>(r, t) : rank_token<bfloat16>(r, t);
 }
@@ -117,6 +140,6 @@ bool supported() { return true; }
 
 }  // namespace
 
-const Kernels scalar_kernels = {supported, linear, experts, norm, attention, rank};
+const Kernels scalar_kernels = {supported, linear, experts, norm, attention, attend, rank};
 
 }  // namespace minimoe

@@ -1,6 +1,7 @@
 // The kernels for one instruction set. The including file defines KERNELS (the table's name), WIDTH (floats in a
-// vector), ROWS (rows of a weight that are multiplied with four tokens at a time), SUPPORTED and, if the set has it,
-// PAIRS: adds to each float of a vector the products of two pairs of bfloat16.
+// vector), ROWS (rows of a weight that are multiplied with four tokens at a time), SUPPORTED, FUSED: a * b + sum, rounded
+// once, and, if the set has it, PAIRS: adds to each float of a vector the products of two pairs of bfloat16. Left to a
+// compiler, products would be fused for some shapes of a tile and not for others.
 //
 // Everything is built of one thing: the dot products of a few rows of a weight with a few tokens, kept in registers.
 // Each (row, token) has one accumulator and the sum always runs in the same order, so a token's result does not
@@ -10,11 +11,6 @@
 // with the lower halves masked away its odd ones. Activations are laid out to match: packed once into float32, in
 // blocks of 2 * WIDTH with the even places first, and padded with zeros to whole blocks. With PAIRS neither is needed,
 // and bfloat16 stays bfloat16; such an instruction takes numbers below 2^-126 for zero.
-#include <algorithm>
-#include <cstddef>
-#include <numeric>
-#include <vector>
-
 #include "attention.h"
 #include "bfloat16.h"
 #include "kernels.h"
@@ -39,7 +35,7 @@ inline Floats add_pairs(Floats sums, Floats, Floats) { return sums; }  // never 
 constexpr int64_t STEP = 2 * WIDTH;     // places in a block
 constexpr int64_t SPAN = 2048;          // places that are summed in registers
 constexpr int TOKENS = 4;               // tokens in a tile
-constexpr int AHEAD = 2;                // groups of rows between what is read and what is asked for
+constexpr int AHEAD = 2;                // groups of positions between what `mix` reads and what it asks for
 
 inline Floats even(Words packed) { return (Floats)(packed << 16); }
 inline Floats odd(Words packed) { return (Floats)(packed & 0xffff0000u); }
@@ -73,7 +69,7 @@ void pack(const W *x, int64_t n, Packed<W> *packed) {
             packed[packed_place<W>(i)] = narrow<Packed<W>>(i < n ? widen(x[i]) : 0.0f);
 }
 
-// gate[i] = silu(gate[i]) * up[i], rounded after each of its two steps, for n numbers, a multiple of TOKENS.
+// gate[i] = silu(gate[i]) * up[i] for n numbers.
 template <class W>
 void gate_all(float *gate, const float *up, int64_t n) {
     for (int64_t i = 0; i < n; i += WIDTH) {
@@ -86,8 +82,8 @@ void gate_all(float *gate, const float *up, int64_t n) {
     }
 }
 
-// sums[r][n] += w[r] . x[n] over one block, which starts at w[r] and at `place` of x[n], for R rows `stride` apart and N
-// packed tokens.
+// sums[r][n] += w[r] . x[n] over one block, which starts at w[r] and at `place` of x[n], for R rows `stride` apart and
+// N packed tokens.
 template <class W, int R, int N>
 inline void add_block(const W *w, int64_t stride, const Packed<W> *const *x, int64_t place, Floats (&sums)[R][N]) {
     Floats rows[R];
@@ -101,19 +97,19 @@ inline void add_block(const W *w, int64_t stride, const Packed<W> *const *x, int
         for (int r = 0; r < R; r++) rows[r] = first(w + r * stride);
         for (int n = 0; n < N; n++) {
             const Floats token = load<Floats>(x[n] + place);
-            for (int r = 0; r < R; r++) sums[r][n] += rows[r] * token;
+            for (int r = 0; r < R; r++) sums[r][n] = FUSED(rows[r], token, sums[r][n]);
         }
         for (int r = 0; r < R; r++) rows[r] = second(w + r * stride);
         for (int n = 0; n < N; n++) {
             const Floats token = load<Floats>(x[n] + place + WIDTH);
-            for (int r = 0; r < R; r++) sums[r][n] += rows[r] * token;
+            for (int r = 0; r < R; r++) sums[r][n] = FUSED(rows[r], token, sums[r][n]);
         }
     }
 }
 
-// out[r * TOKENS + n] += w[r] . x[n] for R rows `stride` apart and N packed tokens, over n_places places. Meanwhile ASKED
-// rows from `next` on are asked for, into the L2 cache, in the order in which they lie: as large a part of them as of
-// these.
+// out[r * TOKENS + n] += w[r] . x[n] for R rows `stride` apart and N packed tokens, over n_places places. Meanwhile
+// ASKED rows from `next` on are asked for, into the L2 cache, in the order in which they lie: as large a part of them
+// as of these.
 template <class W, int R, int N, int ASKED>
 inline void dots(const W *w, int64_t stride, const Packed<W> *const *x, int64_t from, int64_t n_places, const W *next,
                  float *out) {
@@ -152,13 +148,13 @@ void strip(const W *w, int64_t rows, int64_t columns, const Packed<W> *const *x,
     for (; row < rows; row++) dots<W, 1, N, 0>(w + row * columns, columns, x, from, n, nullptr, out + row * TOKENS);
 }
 
-// Where rows of weights lie that a thread reads after those it has now, or null: at once, and after its next chunk starts.
+// Where a thread reads on after the rows that it has now, or null: right after them, and in its next chunk.
 template <class W>
 struct Ahead {
-    const W *follows, *later;
+    const W *rows, *chunk;
 };
 
-// out[r * TOKENS + n] = w[r] . x[n] for all rows of w[rows, columns]. In the first pass over them they come from memory.
+// out[r * TOKENS + n] = w[r] . x[n] for all rows of w[rows, columns], which come from memory in their first pass.
 template <class W, int R, int N>
 void tile(const W *w, int64_t rows, int64_t columns, const Packed<W> *const *x, int64_t pass, Ahead<W> ahead,
           float *out) {
@@ -166,16 +162,15 @@ void tile(const W *w, int64_t rows, int64_t columns, const Packed<W> *const *x, 
     if (pass == 0) {
         // Fresh rows stream from memory, whole, and ask for as many rows after them.
         for (int64_t row = 0; row < rows; row += R) {
-            const W *const next = row + 2 * R <= rows ? w + (row + R) * columns : ahead.follows;
+            const W *const next = row + 2 * R <= rows ? w + (row + R) * columns : ahead.rows;
             const auto some = next ? strip<W, R, N, R> : strip<W, R, N, 0>;
             for (int64_t from = 0; from < columns; from += SPAN)
                 some(w + row * columns, std::min<int64_t>(R, rows - row), columns, x, from, next, out + row * TOKENS);
         }
         return;
     }
-    // Later all rows pass by the tokens' parts, which stay in the L1 cache, and the processor is the limit: time to ask
-    // for what comes from memory in the next chunk, a part in each pass.
-    const W *const next = ahead.later && pass <= R ? ahead.later + (pass - 1) * (rows / R) * columns : nullptr;
+    // Later the rows are in the L2 cache and the processor is the limit: time to ask for the next chunk, a part a pass.
+    const W *const next = ahead.chunk && pass <= R ? ahead.chunk + (pass - 1) * (rows / R) * columns : nullptr;
     const auto some = next ? strip<W, R, N, 1> : strip<W, R, N, 0>;
     for (int64_t from = 0; from < columns; from += SPAN) some(w, rows, columns, x, from, next, out);
 }
@@ -254,7 +249,7 @@ int64_t experts_of(const Experts &m, int threads) {
     Packed<W> *const h = scratch.take<Packed<W>>(P * h_width);
     float *const y = scratch.take<float>(m.T * m.D);
     // Gate and up are read side by side, so each may fill half the cache. A chunk of outputs is read from all experts.
-    const int64_t in_chunk = chunk_rows(m.I, 2 * m.D, sizeof(W), 4 * threads / std::max<int64_t>(live, 1));
+    const int64_t in_chunk = chunk_rows(m.I, 2 * m.D, sizeof(W), (4 * threads + live - 1) / std::max<int64_t>(live, 1));
     const int64_t in_chunks = (m.I + in_chunk - 1) / in_chunk;
     const int64_t out_chunk = chunk_rows(m.D, m.I, sizeof(W), 16 * threads);
     const auto rows_from = [&](const void *const *weights, int64_t item) -> const W * {
@@ -273,7 +268,8 @@ int64_t experts_of(const Experts &m, int threads) {
             const int64_t e = pairs.live[item / in_chunks], row = item % in_chunks * in_chunk;
             const int64_t rows = std::min(in_chunk, m.I - row);
             const W *const gate_rows = rows_from(m.gate, item), *const up_rows = rows_from(m.up, item);
-            const W *const next_gate = rows_from(m.gate, item + threads), *const next_up = rows_from(m.up, item + threads);
+            const int64_t later = item + threads;
+            const W *const next_gate = rows_from(m.gate, later), *const next_up = rows_from(m.up, later);
             for (int64_t p = pairs.offsets[e]; p < pairs.offsets[e + 1]; p += TOKENS) {
                 const int64_t tokens = std::min<int64_t>(TOKENS, pairs.offsets[e + 1] - p);
                 const int64_t pass = (p - pairs.offsets[e]) / TOKENS;
@@ -309,7 +305,8 @@ int64_t experts_of(const Experts &m, int threads) {
                     for (int64_t n = 0; n < tokens; n++) {
                         float *const sums = y + pairs.tokens[p + n] * m.D + row;
                         const float weight = rounded<W>(pairs.weights[p + n]);
-                        for (int64_t r = 0; r < rows; r++) sums[r] = with_share<W>(sums[r], out[r * TOKENS + n], weight);
+                        for (int64_t r = 0; r < rows; r++)
+                            sums[r] = with_share<W>(sums[r], out[r * TOKENS + n], weight);
                     }
                 }
             }
@@ -409,6 +406,8 @@ void attention_of(const Attention &a, int threads) {
     }
 }
 
+#include "prompt.inl"
+
 void linear(const Linear &l, DType dtype, int threads) {
     dtype == FLOAT32 ? linear_of<float>(l, threads) : linear_of<bfloat16>(l, threads);
 }
@@ -425,6 +424,10 @@ void attention(const Attention &a, DType dtype, int threads) {
     dtype == FLOAT32 ? attention_of<float>(a, threads) : attention_of<bfloat16>(a, threads);
 }
 
+void attend(const Attend &a, DType dtype, int threads) {
+    dtype == FLOAT32 ? attend_of<float>(a, threads) : attend_of<bfloat16>(a, threads);
+}
+
 void rank(const Rank &r, DType dtype, int threads) {
 #pragma omp parallel for num_threads(r.T < 64 ? 1 : threads) schedule(static)
     for (int64_t t = 0; t < r.T; t++) dtype == FLOAT32 ? rank_token<float>(r, t) : rank_token<bfloat16>(r, t);
@@ -434,6 +437,6 @@ bool supported() { return SUPPORTED; }
 
 }  // namespace
 
-const Kernels KERNELS = {supported, linear, experts, norm, attention, rank};
+const Kernels KERNELS = {supported, linear, experts, norm, attention, attend, rank};
 
 }  // namespace minimoe
