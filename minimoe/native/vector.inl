@@ -82,27 +82,27 @@ void gate_all(float *gate, const float *up, int64_t n) {
     }
 }
 
-// sums[r][n] += w[r] . x[n] over one block, which starts at w[r] and at `place` of x[n], for R rows `stride` apart and
+// sums[r * N + n] += w[r] . x[n] over one block, which starts at w[r] and at `place` of x[n], for R rows `stride` apart and
 // N packed tokens.
 template <class W, int R, int N>
-inline void add_block(const W *w, int64_t stride, const Packed<W> *const *x, int64_t place, Floats (&sums)[R][N]) {
+inline void add_block(const W *w, int64_t stride, const Packed<W> *const *x, int64_t place, Floats (&sums)[R * N]) {
     Floats rows[R];
     if constexpr (sizeof(Packed<W>) == sizeof(bfloat16)) {
         for (int r = 0; r < R; r++) rows[r] = load<Floats>(w + r * stride);
         for (int n = 0; n < N; n++) {
             const Floats token = load<Floats>(x[n] + place);
-            for (int r = 0; r < R; r++) sums[r][n] = add_pairs(sums[r][n], rows[r], token);
+            for (int r = 0; r < R; r++) sums[r * N + n] = add_pairs(sums[r * N + n], rows[r], token);
         }
     } else {
         for (int r = 0; r < R; r++) rows[r] = first(w + r * stride);
         for (int n = 0; n < N; n++) {
             const Floats token = load<Floats>(x[n] + place);
-            for (int r = 0; r < R; r++) sums[r][n] = FUSED(rows[r], token, sums[r][n]);
+            for (int r = 0; r < R; r++) sums[r * N + n] = FUSED(rows[r], token, sums[r * N + n]);
         }
         for (int r = 0; r < R; r++) rows[r] = second(w + r * stride);
         for (int n = 0; n < N; n++) {
             const Floats token = load<Floats>(x[n] + place + WIDTH);
-            for (int r = 0; r < R; r++) sums[r][n] = FUSED(rows[r], token, sums[r][n]);
+            for (int r = 0; r < R; r++) sums[r * N + n] = FUSED(rows[r], token, sums[r * N + n]);
         }
     }
 }
@@ -114,7 +114,7 @@ template <class W, int R, int N, int ASKED>
 inline void dots(const W *w, int64_t stride, const Packed<W> *const *x, int64_t from, int64_t n_places, const W *next,
                  float *out) {
     constexpr int64_t LINE = 64 / sizeof(W);
-    Floats sums[R][N] = {};
+    Floats sums[R * N] = {};
     const int64_t whole = n_places / STEP * STEP;
     for (int64_t i = from; i < from + whole; i += STEP) {
         for (int64_t ask = 0; ask < ASKED * STEP; ask += LINE) __builtin_prefetch(next + i * ASKED + ask, 0, 2);
@@ -127,12 +127,12 @@ inline void dots(const W *w, int64_t stride, const Packed<W> *const *x, int64_t 
             std::memcpy(rest[r], w + r * stride + from + whole, (n_places - whole) * sizeof(W));
         add_block<W, R, N>(rest[0], STEP, x, from + whole, sums);
     }
-    Floats flat[R * N];
+    Floats summed[R * N];  // a copy, so that the loop above keeps its sums in registers
 #pragma GCC unroll 32
-    for (int i = 0; i < R * N; i++) flat[i] = sums[i / N][i % N];
-    sum<R * N>(flat);
+    for (int i = 0; i < R * N; i++) summed[i] = sums[i];
+    sum<R * N>(summed);
     float lanes[(R * N + WIDTH - 1) / WIDTH * WIDTH];
-    std::memcpy(lanes, flat, sizeof lanes);
+    std::memcpy(lanes, summed, sizeof lanes);
     for (int r = 0; r < R; r++)
         for (int n = 0; n < N; n++) out[r * TOKENS + n] += lanes[r * N + n];
 }
