@@ -129,9 +129,11 @@ def measure(
             if engine not in skipped:
                 read_through(folder)
                 try:
-                    loadings[engine].append(load_in_child(engine, folder, threads))
+                    run = load_in_child(engine, folder, threads)
                 except EngineFailed as error:
                     skipped[engine] = str(error)
+                else:
+                    loadings[engine].append(run)
     return dict(loadings), skipped
 
 

@@ -158,17 +158,30 @@ def compare(
             }
             first = turn % len(present)
             for engine in present[first:] + present[:first]:
+                if engine in skipped:
+                    continue
                 print(f"Round {turn + 1} of {rounds}: {engine}.", file=sys.stderr)
-                with seats.worker(engine) as worker:
-                    for name, (work, prompts, steps) in tasks.items():
-                        for variant in _able(worker, work):
-                            times = worker.run(Task(variant, prompts, steps))
-                            seconds = times.decode if work.new else times.prefill
-                            speed = work.timed_tokens / seconds
-                            print(f"    {name}, {variant}: {speed:.1f} tokens/s", file=sys.stderr)
-                            speeds[name][f"{engine} {variant}"].append(speed)
+                try:
+                    for name, who, speed in _turn(seats, engine, tasks):
+                        print(f"    {name}, {who}: {speed:.1f} tokens/s", file=sys.stderr)
+                        speeds[name][who].append(speed)
+                except EngineFailed as error:  # a peer that dies takes no figures with it
+                    if engine == OURS:
+                        raise
+                    skipped[engine] = f"{error}, from round {turn + 1} on"
     spreads = {name: {who: Spread.of(values) for who, values in by.items()} for name, by in speeds.items()}
     return spreads, errors, skipped
+
+
+def _turn(
+    seats: Seats, engine: str, tasks: Mapping[str, tuple[Work, list[list[int]], list[list[int]]]]
+) -> Iterator[tuple[str, str, float]]:
+    """Everything one engine can do, as (work, contender, tokens per second)."""
+    with seats.worker(engine) as worker:
+        for name, (work, prompts, steps) in tasks.items():
+            for variant in _able(worker, work):
+                times = worker.run(Task(variant, prompts, steps))
+                yield name, f"{engine} {variant}", work.timed_tokens / (times.decode if work.new else times.prefill)
 
 
 def _able(worker: Worker, work: Work) -> list[str]:
@@ -268,8 +281,8 @@ def findings(speeds: Speeds, config: ModelConfig, bandwidth: float) -> list[Find
 def first_token(folder: Path, threads: int, repeats: int, engines: Sequence[str]) -> list[Finding]:
     """From the end of the imports to the first logits, beside transformers, and the memory that takes."""
     loadings, skipped = loading.measure(folder, threads, repeats, engines)
-    if OURS not in loadings:
-        raise EngineFailed(skipped[OURS])
+    if skipped:
+        raise EngineFailed(" ".join(skipped.values()))
     seconds = {engine: Spread.of([run.first_token for run in runs]).median for engine, runs in loadings.items()}
     anonymous = max(run.anonymous for run in loadings[OURS]) / 1e9
     most = loading.MAX_ANONYMOUS_BYTES / 1e9
@@ -357,7 +370,7 @@ def main() -> None:
     config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text("utf-8")))
     found = findings(speeds, config, limits.bandwidth.median)
     if arguments.model is None and arguments.work is None:
-        pair = [engine for engine in (OURS, "transformers") if engine in engines]
+        pair = [engine for engine in (OURS, "transformers") if engine in engines and engine not in skipped]
         for name, part in {
             "loading": lambda: first_token(folder, arguments.threads, arguments.rounds, pair),
             "elbow": lambda: elbow(folder, arguments.threads),
@@ -366,8 +379,8 @@ def main() -> None:
             print(f"Measuring {name}.", file=sys.stderr)
             try:
                 found += part()
-            except (InputError, EngineFailed) as error:  # what is measured by now is not to be lost
-                skipped[name] = f"{name}: {error}"
+            except Exception as error:  # whatever it is, what was measured before is not to be lost
+                skipped[name] = f"{name}: {type(error).__name__}: {error}"
     text = _report(speeds, errors, skipped, limits, found)
     model = {"name": folder.name, "layers": config.num_layers, "dtype": "bfloat16"}
     result = {

@@ -204,6 +204,7 @@ class FakeWorker:
 
     engine: str
     off: float = 0.0  # what is added to its logits
+    lasts: int = 1 << 20  # tasks
     variants: Sequence[str] = ("fast", "slow")
     most_tokens: Mapping[str, int] = field(default_factory=lambda: {"slow": 8})
     most_sequences: int = 2
@@ -211,6 +212,8 @@ class FakeWorker:
 
     def run(self, task: Task) -> Times:
         self.tasks.append(task)
+        if len(self.tasks) > self.lasts:
+            raise EngineFailed(f"{self.engine}: it ended with code -9")
         if task.logits_file:
             torch.save(torch.ones(1 + len(task.steps), 1, 4) + self.off, task.logits_file)
         return Times(prefill=2.0, decode=0.5 if task.variant == "fast" else 4.0)
@@ -225,7 +228,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[FakeWorker]:
     def open_fake(engine: str, folder: Path, threads: int) -> Iterator[FakeWorker]:
         if engine == "absent":
             raise EngineFailed("absent: not installed")
-        workers.append(FakeWorker(engine, off=math.nan if engine == "wrong" else 0.0))
+        lasts = 12 if engine == "frail" else 1 << 20
+        workers.append(FakeWorker(engine, off=math.nan if engine == "wrong" else 0.0, lasts=lasts))
         yield workers[-1]
 
     monkeypatch.setattr(peers, "open_worker", open_fake)
@@ -261,6 +265,19 @@ def test_models_that_do_not_fit_together_are_loaded_one_at_a_time(
     # First to compare logits, then a turn in each round; the second round begins with the other.
     assert [worker.engine for worker in opened] == ["minimoe", "other", "minimoe", "other", "other", "minimoe"]
     assert all(len(worker.tasks[0].prompts[0]) == peers.WARM_TOKENS for worker in opened)  # each is warmed up
+
+
+def test_a_peer_that_dies_takes_no_figures_with_it(
+    small: Path, opened: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speeds, _, skipped = compare(small, 1, rounds=4, works=WORKS, engines=("minimoe", "frail"))
+    assert list(skipped) == ["frail"]
+    assert "code -9, from round 3 on" in skipped["frail"]
+    assert speeds["read"]["minimoe fast"].count == 4
+    assert speeds["read"]["frail fast"].count == 2
+    monkeypatch.setattr(peers, "OURS", "frail")
+    with pytest.raises(EngineFailed, match="frail: it ended"):
+        compare(small, 1, rounds=4, works=WORKS, engines=("frail",))
 
 
 def test_nothing_is_timed_when_logits_differ(small: Path, opened: list[FakeWorker]) -> None:
@@ -383,8 +400,8 @@ def test_what_stands_beside_speeds_cannot_lose_them(
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {finding["work"] for finding in result["findings"]} == {"prefill 512", *(["elbow"] if goes_on else [])}
     assert list(result["skipped"].values()) == goes_on * [
-        "loading: out of luck",
-        "the embedded model: out of luck",
+        "loading: EngineFailed: out of luck",
+        "the embedded model: EngineFailed: out of luck",
     ]
 
 
@@ -443,6 +460,7 @@ def test_loading_in_a_child_measures_time_and_memory(small: Path) -> None:
     assert 10e6 < measured.baseline <= measured.peak < 4e9
     assert 10e6 < measured.anonymous < measured.peak
     assert list(skipped) == ["absent"]
+    assert list(loadings) == ["minimoe"]
 
 
 def test_peak_memory_is_the_kernels_own_figure() -> None:

@@ -84,10 +84,23 @@ def test_it_reads_caches_and_projections_as_they_lie(kernels: Kernels, dtype: to
 def test_large_scores_and_later_positions_do_no_harm(kernels: Kernels) -> None:
     q_NHd, k_GSd, v_GSd = drawn(70, 70, 1, 1, 8, torch.float32)
     check(kernels, 40 * q_NHd, 40 * k_GSd, v_GSd)
-    spoilt = v_GSd.clone()
-    spoilt[:, 64:] = 1e30
-    before = slice(0, 64)
-    assert torch.equal(kernels.attend(q_NHd, k_GSd, spoilt)[before], kernels.attend(q_NHd, k_GSd, v_GSd)[before])
+    plain = kernels.attend(q_NHd, k_GSd, v_GSd)
+    for last in (50, 70):  # seen by a part of a block of queries
+        keys, values = k_GSd.clone(), v_GSd.clone()
+        keys[:, last - 1 :], values[:, last - 1 :] = torch.nan, 1e30
+        spoilt = kernels.attend(q_NHd, keys, values)
+        assert torch.equal(spoilt[: last - 1], plain[: last - 1])
+        assert spoilt[last - 1 :].isnan().all()
+
+
+@each_set
+def test_scores_of_minus_infinity_count_for_nothing(kernels: Kernels) -> None:
+    """A whole block of positions of them, and then others."""
+    q_NHd, k_GSd, v_GSd = drawn(3, 100, 1, 1, 4, torch.float32)
+    keys = k_GSd.clone()
+    keys[:, :70] = -torch.inf
+    seen = kernels.attend(q_NHd.abs(), k_GSd[:, 70:], v_GSd[:, 70:])
+    torch.testing.assert_close(kernels.attend(q_NHd.abs(), keys, v_GSd), seen)
 
 
 def test_what_does_not_fit_together_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -31,6 +32,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_the_embedded_model_is_in_the_wheel(wheel: list[str]) -> None:
     files = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {f"minimoe/weights/tiny/{name}" for name in files} <= set(wheel)
+
+
+def test_all_of_the_kernels_are_built_and_packed() -> None:
+    """A source distribution holds what is listed; a header that is not would be missed without a word."""
+    (kernels,) = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["ext-modules"]
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "minimoe" / "native").iterdir()}
+    assert set(kernels["sources"]) == {name for name in files if name.endswith(".cpp")}
+    assert set(kernels["depends"]) == {name for name in files if name.endswith((".h", ".inl"))}
 
 
 def test_every_module_is_in_the_wheel(wheel: list[str]) -> None:

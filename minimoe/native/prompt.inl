@@ -3,7 +3,8 @@
 // A block of queries lies in the lanes of vectors and goes through the positions block by block. Each query keeps its
 // largest score so far, the sum of its weights and the weighted sum of values (the online softmax of Milakov and
 // Gimelshein, 2018). Blocks of positions start at multiples of POSITIONS whatever the pass, so a token's result does not
-// depend on the tokens that are computed beside it.
+// depend on the tokens that are computed beside it, if all values are finite: a position that a query does not see has
+// the weight zero. Weights are rounded to bfloat16 with PAIRS.
 //
 // Both products run in units of 32 bits: pairs of places with PAIRS, else floats.
 
@@ -90,7 +91,7 @@ class QueryBlock {
             for (int64_t u = 0; u < units_; u++) queries_[u * QUERIES + n] = keys_[u];
             position_[n / WIDTH][n % WIDTH] = float(position + own);
         }
-        for (int v = 0; v < VECTORS; v++) most_[v] = Floats{} - INFINITY, total_[v] = Floats{};
+        for (int v = 0; v < VECTORS; v++) most_[v] = Floats{} - FLT_MAX, total_[v] = Floats{};
         std::fill(sums_.begin(), sums_.end(), 0.0f);
     }
 
@@ -148,7 +149,7 @@ class QueryBlock {
     int64_t d_, units_;
     std::vector<float> queries_, keys_, values_;  // in units: [unit, lane], [position, unit], [positions' unit, place]
     std::vector<float> scores_, weights_, sums_;  // [position, lane], in units [positions' unit, lane], [place, lane]
-    Floats position_[VECTORS], most_[VECTORS], total_[VECTORS];
+    Floats position_[VECTORS], most_[VECTORS], total_[VECTORS];  // positions are whole up to 2^24
 };
 
 template <class W>

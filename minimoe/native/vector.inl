@@ -3,7 +3,7 @@
 // once, and, if the set has it, PAIRS: adds to each float of a vector the products of two pairs of bfloat16. Left to a
 // compiler, products would be fused for some shapes of a tile and not for others.
 //
-// Everything is built of one thing: the dot products of a few rows of a weight with a few tokens, kept in registers.
+// All products with weights are built of one thing: the dot products of a few rows with a few tokens, kept in registers.
 // Each (row, token) has one accumulator and the sum always runs in the same order, so a token's result does not
 // depend on how many tokens or rows are computed beside it, or by how many threads.
 //
