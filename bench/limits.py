@@ -60,15 +60,25 @@ def read_loop() -> Callable[[torch.Tensor, int], None]:
     return lambda words, threads: loop(words.data_ptr(), words.numel() // 4, threads)
 
 
+class Reading:
+    """Read bandwidth now: bytes per second that `threads` threads read of memory that no cache holds."""
+
+    def __init__(self, threads: int, read_bytes: int = READ_BYTES) -> None:
+        self._loop, self._words, self._threads = read_loop(), torch.ones(read_bytes // 8, dtype=torch.int64), threads
+
+    def __call__(self) -> float:
+        return self._words.nbytes / _seconds(lambda: self._loop(self._words, self._threads))
+
+
 def measure(threads: int, rounds: int, *, read_bytes: int = READ_BYTES, size: int = MATRIX_SIZE) -> Limits:
     """The limits with so many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    loop, words = read_loop(), torch.ones(read_bytes // 8, dtype=torch.int64)
+    reading = Reading(threads, read_bytes)
     matrix = torch.randn(size, size)
     half = matrix.to(torch.bfloat16)
     flops = 2 * size**3
-    read = [read_bytes / _seconds(lambda: loop(words, threads)) for _ in range(rounds)]
+    read = [reading() for _ in range(rounds)]
     single = [flops / _seconds(lambda: matrix @ matrix) for _ in range(rounds)]
     # A processor that emulates bfloat16 would take minutes over the whole product; a slice shows its rate as well.
     rows = half[:64]

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import re
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, too
 
 from bench import loading, pruning, step
 from bench.engines import ENGINES
-from bench.limits import Limits, measure
+from bench.limits import READ_BYTES, Limits, Reading, measure
 from bench.report import Finding, Spread, at_least_one, bars_table, machine, publish, table
 from bench.synthetic import DEFAULT_GATE_SCALE, OLMOE_1B_7B, Recipe, default_folder, write
 from bench.worker import ROOT, EngineFailed, Task, Worker, open_worker, read_through
@@ -41,6 +41,7 @@ from minimoe.errors import InputError
 from minimoe.flops import pass_bytes
 
 OURS = "minimoe"
+READINGS = 3  # of the read bandwidth before and after everything that is timed
 WARM_TOKENS = 512  # of a prompt that uses every expert
 # Measured on small synthetic models of 4 and 16 layers: bfloat16 keeps correct engines 0.01 and 0.02 apart; 7 experts
 # for 8, or another RoPE base, cost 0.05 and more, renormalised router weights 0.5. (The median, as a router's near tie
@@ -91,6 +92,23 @@ STEP_CONTEXT = 512  # tokens in the cache
 Speeds = Mapping[str, Mapping[str, Spread]]  # tokens per second, by work and by contender ("transformers eager")
 
 
+class Comparison(NamedTuple):
+    """What was measured.
+
+    Attributes:
+        speeds: tokens per second.
+        paces: the same over the read bandwidth right before and after, in tokens per byte: what other guests leave of a
+            machine's memory changes from one minute to the next.
+        errors: the distance of every contender's logits from this engine's first variant.
+        skipped: why engines were skipped.
+    """
+
+    speeds: Speeds
+    paces: Speeds
+    errors: dict[str, float]
+    skipped: dict[str, str]
+
+
 class Seats:
     """Opens engines' workers, ready and warm: all at once if memory holds that many models, else one at a time."""
 
@@ -137,8 +155,8 @@ def compare(
     rounds: int,
     works: Mapping[str, Work] = WORKS,
     engines: Sequence[str] = ENGINES,
-) -> tuple[Speeds, dict[str, float], dict[str, str]]:
-    """Speeds, the distance of every contender's logits from this engine's first variant, and why engines were skipped.
+) -> Comparison:
+    """Every engine's turn in every round.
 
     Raises:
         EngineFailed: this engine cannot run the model, or a contender's logits are not those of the others.
@@ -146,6 +164,8 @@ def compare(
     """
     vocab_size = _vocab_size(folder)
     speeds: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in works}
+    paces: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in works}
+    reading = Reading(threads, READ_BYTES // 4)
     with ExitStack() as stack:
         seats = Seats(folder, threads, vocab_size, stack if _fits_together(folder, len(engines)) else None)
         errors, skipped = _check(seats, engines, Tokens(vocab_size, seed=0))
@@ -162,26 +182,36 @@ def compare(
                     continue
                 print(f"Round {turn + 1} of {rounds}: {engine}.", file=sys.stderr)
                 try:
-                    for name, who, speed in _turn(seats, engine, tasks):
+                    for name, who, speed, bandwidth in _turn(seats, engine, tasks, reading):
                         print(f"    {name}, {who}: {speed:.1f} tokens/s", file=sys.stderr)
                         speeds[name][who].append(speed)
+                        paces[name][who].append(speed / bandwidth)
                 except EngineFailed as error:  # a peer that dies takes no figures with it
                     if engine == OURS:
                         raise
                     skipped[engine] = f"{error}, from round {turn + 1} on"
-    spreads = {name: {who: Spread.of(values) for who, values in by.items()} for name, by in speeds.items()}
-    return spreads, errors, skipped
+    spreads, paced = (
+        {name: {who: Spread.of(values) for who, values in by.items()} for name, by in figures.items()}
+        for figures in (speeds, paces)
+    )
+    return Comparison(spreads, paced, errors, skipped)
 
 
 def _turn(
-    seats: Seats, engine: str, tasks: Mapping[str, tuple[Work, list[list[int]], list[list[int]]]]
-) -> Iterator[tuple[str, str, float]]:
-    """Everything one engine can do, as (work, contender, tokens per second)."""
+    seats: Seats,
+    engine: str,
+    tasks: Mapping[str, tuple[Work, list[list[int]], list[list[int]]]],
+    reading: Callable[[], float],
+) -> Iterator[tuple[str, str, float, float]]:
+    """Everything one engine can do, as (work, contender, tokens per second, bytes that were readable per second)."""
     with seats.worker(engine) as worker:
         for name, (work, prompts, steps) in tasks.items():
             for variant in _able(worker, work):
+                before = [reading() for _ in range(READINGS)]
                 times = worker.run(Task(variant, prompts, steps))
-                yield name, f"{engine} {variant}", work.timed_tokens / (times.decode if work.new else times.prefill)
+                bandwidth = Spread.of(before + [reading() for _ in range(READINGS)]).median
+                seconds = times.decode if work.new else times.prefill
+                yield name, f"{engine} {variant}", work.timed_tokens / seconds, bandwidth
 
 
 def _able(worker: Worker, work: Work) -> list[str]:
@@ -254,13 +284,13 @@ def _fits_together(folder: Path, models: int) -> bool:
     return available is not None and (models + 0.5) * size < int(available[1]) * 1024
 
 
-def read_fraction(config: ModelConfig, tokens_per_second: float, bandwidth: float) -> float:
-    """The part of the read bandwidth that decoding one sequence uses: its bytes of weights a token, times its speed."""
+def read_fraction(config: ModelConfig, tokens_per_byte: float) -> float:
+    """The part of the read bandwidth that decoding one sequence uses: its bytes of weights a token, times its pace."""
     total = pass_bytes(config, experts_hit=config.num_layers * config.top_k, itemsize=2).total
-    return total * tokens_per_second / bandwidth
+    return total * tokens_per_byte
 
 
-def findings(speeds: Speeds, config: ModelConfig, bandwidth: float) -> list[Finding]:
+def findings(speeds: Speeds, paces: Speeds, config: ModelConfig) -> list[Finding]:
     """How many times as fast this engine is as every peer in each work, and how near to what memory could deliver.
 
     Bars are those of the first variant, the fastest, and of the two models that have any.
@@ -273,7 +303,7 @@ def findings(speeds: Speeds, config: ModelConfig, bandwidth: float) -> list[Find
             for peer, ratio in by_peer.items():
                 found.append(Finding(work, name, peer, ratio, bars.get((work, peer)) if place == 0 else None))
             if work == "decode 1" and whole:
-                value = read_fraction(config, spreads[name].median, bandwidth)
+                value = read_fraction(config, paces[work][name].median)
                 found.append(Finding(work, name, "read bandwidth", value, LIMIT_BAR if place == 0 else None))
     return found
 
@@ -319,9 +349,9 @@ def embedded(threads: int, rounds: int, engines: Sequence[str]) -> list[Finding]
     """Decoding with the embedded model, beside transformers."""
     folder = ROOT / "weights" / "tiny"
     config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text("utf-8")))
-    speeds, _, _ = compare(folder, threads, rounds, {"decode 1": WORKS["decode 1"]}, engines)
+    speeds, paces, *_ = compare(folder, threads, rounds, {"decode 1": WORKS["decode 1"]}, engines)
     best = max(spread.median for name, spread in speeds["decode 1"].items() if name.split()[0] == OURS)
-    found = [Finding("decode 1", OURS, "tokens/s", best), *findings(speeds, config, bandwidth=math.nan)]
+    found = [Finding("decode 1", OURS, "tokens/s", best), *findings(speeds, paces, config)]
     return [replace(finding, work=f"embedded model, {finding.work}") for finding in found]
 
 
@@ -362,13 +392,13 @@ def main() -> None:
         if arguments.model is None:
             write(folder, Recipe(changes={"num_hidden_layers": arguments.layers}))
         limits = measure(arguments.threads, arguments.rounds)
-        speeds, errors, skipped = compare(folder, arguments.threads, arguments.rounds, works, engines)
+        speeds, paces, errors, skipped = compare(folder, arguments.threads, arguments.rounds, works, engines)
     except InputError as error:
         parser.error(str(error))
     except EngineFailed as error:
         sys.exit(str(error))
     config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text("utf-8")))
-    found = findings(speeds, config, limits.bandwidth.median)
+    found = findings(speeds, paces, config)
     if arguments.model is None and arguments.work is None:
         pair = [engine for engine in (OURS, "transformers") if engine in engines and engine not in skipped]
         for name, part in {
@@ -388,6 +418,7 @@ def main() -> None:
         "model": model,
         "works": works,
         "speeds": speeds,
+        "tokens_per_byte": paces,
         "errors": errors,
         "findings": found,
         "limits": limits,

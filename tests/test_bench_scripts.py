@@ -237,11 +237,16 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[FakeWorker]:
 
 
 def test_engines_take_turns_on_the_same_fresh_tokens(small: Path, opened: list[FakeWorker]) -> None:
-    speeds, errors, skipped = compare(small, 1, rounds=3, works=WORKS, engines=("minimoe", "absent", "other"))
+    speeds, paces, errors, skipped = compare(small, 1, rounds=3, works=WORKS, engines=("minimoe", "absent", "other"))
     assert skipped == {"absent": "absent: not installed"}
     assert set(errors.values()) == {0.0}
     assert [worker.engine for worker in opened] == ["minimoe", "other"]
     assert speeds["read"] == {f"{who} fast": Spread.of([64 / 2.0] * 3) for who in ("minimoe", "other")}
+    assert {work: list(by) for work, by in paces.items()} == {work: list(by) for work, by in speeds.items()}
+    # Between a tenth and a thousand GB/s.
+    assert all(
+        1e8 < speeds[work][who].median / pace.median < 1e12 for work, by in paces.items() for who, pace in by.items()
+    )
     assert speeds["write"]["other fast"] == Spread.of([16 / 0.5] * 3)
     assert speeds["write"]["minimoe slow"] == Spread.of([16 / 4.0] * 3)
     assert speeds["write 2"] == {f"{who} fast": Spread.of([2 * 4 / 0.5] * 3) for who in ("minimoe", "other")}
@@ -270,7 +275,7 @@ def test_models_that_do_not_fit_together_are_loaded_one_at_a_time(
 def test_a_peer_that_dies_takes_no_figures_with_it(
     small: Path, opened: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speeds, _, skipped = compare(small, 1, rounds=4, works=WORKS, engines=("minimoe", "frail"))
+    speeds, _, _, skipped = compare(small, 1, rounds=4, works=WORKS, engines=("minimoe", "frail"))
     assert list(skipped) == ["frail"]
     assert "code -9, from round 3 on" in skipped["frail"]
     assert speeds["read"]["minimoe fast"].count == 4
@@ -327,13 +332,14 @@ def test_bars_are_for_the_fastest_backend_and_the_whole_models_shape(monkeypatch
     config = Recipe(changes={"num_hidden_layers": 16}).config
     # By hand: 16 layers of 8 experts of 3 x 2048 x 1024 and of 4 x 2048 x 2048 in attention, a head, 2 bytes each.
     token_bytes = 2 * (16 * (8 * 3 * 2048 * 1024 + 4 * 2048 * 2048) + 50304 * 2048)
-    found = peers.findings({"decode 1": SPREADS}, config, bandwidth=token_bytes * 10)
+    paces = {name: Spread(0.1 * spread.median / token_bytes, 0, 0, 1) for name, spread in SPREADS.items()}
+    found = peers.findings({"decode 1": SPREADS}, {"decode 1": paces}, config)
     by_name = {(f.engine.split()[1], f.against): (f.value, f.bar) for f in found}
     assert by_name["native", "one"] == (2.25, 2.5)
     assert by_name["bucketed", "one"] == (1.5, None)
     assert by_name["native", "two"] == (1.0, None)
     assert by_name["native", "read bandwidth"] == (pytest.approx(0.9, rel=0.01), 0.9)
-    tiny = peers.findings({"decode 1": SPREADS}, replace(config, hidden_size=256), bandwidth=1e9)
+    tiny = peers.findings({"decode 1": SPREADS}, {"decode 1": paces}, replace(config, hidden_size=256))
     assert {f.against for f in tiny} == {"one", "two"}
 
 
@@ -391,7 +397,9 @@ def test_what_stands_beside_speeds_cannot_lose_them(
     monkeypatch.setattr(peers, "write", lambda *_: None)
     limit = Spread.of([1.0])
     monkeypatch.setattr(peers, "measure", lambda *_: limits.Limits(limit, limit, limit))
-    monkeypatch.setattr(peers, "compare", lambda *_: ({"prefill 512": SPREADS}, {"minimoe native": 0.0}, {}))
+    monkeypatch.setattr(
+        peers, "compare", lambda *_: peers.Comparison({"prefill 512": SPREADS}, {}, {"minimoe native": 0.0}, {})
+    )
     monkeypatch.setattr(peers, "elbow", lambda *_: [Finding("elbow", "native", "pruned pairs", 0.95, 0.9)])
     monkeypatch.setattr(peers, "first_token", fails)
     monkeypatch.setattr(peers, "embedded", fails)
