@@ -4,7 +4,8 @@ The library is C++ with a plain C interface, built with the package where there 
 It is compiled with OpenMP but not linked to a runtime of its own, so that it shares torch's threads; that is why
 torch has to be imported first.
 
-Shape letters: T tokens, A inputs, B outputs, D hidden, E experts, I expert intermediate, K slots.
+Shape letters: T tokens, A inputs, B outputs, D hidden, E experts, I expert intermediate, K slots; N new tokens of one
+sequence, S all its positions, H heads, G kv heads, d head size.
 """
 
 from __future__ import annotations
@@ -208,8 +209,12 @@ class Kernels:
     def attend(self, q_NHd: Tensor, k_GSd: Tensor, v_GSd: Tensor) -> Tensor:
         """Causal attention of the last N positions of one sequence over all its S; returns [N, H, d].
 
-        float32 or bfloat16, all alike, softmax in float32. H is a multiple of G. Keys and values may be parts of larger
-        tensors, such as caches.
+        float32 or bfloat16, all alike; H is a multiple of G. Keys and values may be parts of larger tensors, such as
+        caches. The softmax is computed in float32; the sets `amx` and `avx512bf16` round its weights to bfloat16 before
+        values are weighed, and take numbers below 2^-126 for zero. Gradients do not pass.
+
+        Raises:
+            ValueError: what does not fit together.
         """
         N, H, d = q_NHd.shape
         G, S = k_GSd.shape[:2]
