@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import mmap
 import os
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +66,12 @@ class Reading:
     """Read bandwidth now: bytes per second that `threads` threads read of memory that no cache holds."""
 
     def __init__(self, threads: int, read_bytes: int = READ_BYTES) -> None:
-        self._loop, self._words, self._threads = read_loop(), torch.ones(read_bytes // 8, dtype=torch.int64), threads
+        self._loop, self._threads = read_loop(), threads
+        pages = mmap.mmap(-1, read_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Small pages would slow the loop down, and a limit that is too low flatters whatever is set against it.
+        with suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        self._words = torch.frombuffer(pages, dtype=torch.int64).fill_(1)
 
     def __call__(self) -> float:
         return self._words.nbytes / _seconds(lambda: self._loop(self._words, self._threads))
