@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -17,9 +18,9 @@ constexpr int64_t SERIAL_BYTES = 1 << 18;  // less than this is not worth waking
 // Memory of the calling thread that is kept from call to call: fresh pages would cost as much as the products.
 class Scratch {
    public:
-    // Room for so many bytes in up to four pieces.
+    // Room for so many bytes in up to PIECES pieces.
     void reserve(int64_t bytes) {
-        const size_t needed = bytes + 5 * LINE;
+        const size_t needed = bytes + (PIECES + 1) * LINE;
         if (room_.size() < needed) room_.resize(needed);
         next_ = room_.data();
     }
@@ -33,7 +34,7 @@ class Scratch {
     }
 
    private:
-    static constexpr size_t LINE = 64;
+    static constexpr size_t LINE = 64, PIECES = 5;
     std::vector<std::byte> room_;
     std::byte *next_ = nullptr;
 };
@@ -58,8 +59,10 @@ struct Pairs {
     std::vector<int64_t> offsets;  // [E + 1]
     std::vector<int64_t> tokens;   // [P]
     std::vector<float> weights;    // [P]
+    std::vector<int64_t> firsts;   // [T + 1], of each token's pairs among `own`
+    std::vector<int64_t> own;      // [P], the pairs of each token by ascending expert
 
-    explicit Pairs(const Experts &m) : offsets(m.E + 1) {
+    explicit Pairs(const Experts &m) : offsets(m.E + 1), firsts(m.T + 1) {
         for (int64_t t = 0; t < m.T; t++)
             for (int64_t j = 0; j < m.k[t]; j++) offsets[m.experts[t * m.K + j] + 1]++;
         for (int64_t e = 0; e < m.E; e++) {
@@ -75,7 +78,45 @@ struct Pairs {
                 tokens[place] = t;
                 weights[place] = m.weights[t * m.K + j];
             }
+        for (int64_t t = 0; t < m.T; t++) firsts[t + 1] = firsts[t] + m.k[t];
+        own.resize(tokens.size());
+        next.assign(firsts.begin(), firsts.end() - 1);
+        for (size_t p = 0; p < tokens.size(); p++) own[next[tokens[p]]++] = p;
     }
+};
+
+// Items 0 to n - 1, in as many shares as threads. A thread takes the items of its share in order, and when none is left
+// the last ones of others.
+class Shares {
+   public:
+    Shares(int64_t items, int threads) : left_(threads) {
+        for (int64_t i = 0; i < threads; i++)
+            left_[i].range = range(items * i / threads, items * (i + 1) / threads);
+    }
+
+    // The next item, or -1.
+    int64_t take(int share) {
+        for (size_t i = 0; i < left_.size(); i++) {
+            std::atomic<uint64_t> &left = left_[(share + i) % left_.size()].range;
+            uint64_t seen = left.load(std::memory_order_relaxed);
+            for (int64_t first; (first = int64_t(seen & LOW)) < int64_t(seen >> 32);) {
+                const int64_t end = int64_t(seen >> 32);
+                const uint64_t rest = i == 0 ? range(first + 1, end) : range(first, end - 1);
+                if (left.compare_exchange_weak(seen, rest, std::memory_order_relaxed)) return i == 0 ? first : end - 1;
+            }
+        }
+        return -1;
+    }
+
+   private:
+    static constexpr uint64_t LOW = 0xffffffff;
+    struct alignas(64) Left {
+        std::atomic<uint64_t> range;
+    };
+    // From `first` on, before `end`.
+    static uint64_t range(int64_t first, int64_t end) { return uint64_t(end) << 32 | uint64_t(first); }
+
+    std::vector<Left> left_;
 };
 
 }  // namespace
