@@ -11,7 +11,7 @@ namespace {
 
 // y = x * scale, rounded, times w.
 template <class W>
-inline void scaled(const W *x, float scale, const W *w, int64_t n, W *y) {
+inline void scaled(const W *__restrict x, float scale, const W *__restrict w, int64_t n, W *__restrict y) {
     for (int64_t i = 0; i < n; i++) y[i] = narrow<W>(rounded<W>(widen(x[i]) * scale) * widen(w[i]));
 }
 
@@ -23,7 +23,8 @@ inline void clipped(W *x, float limit, int64_t n) {
 
 // Rotary positions of one head: place i turns with place i + d / 2. y may not be x.
 template <class W>
-inline void rotated(const W *x, const W *cos, const W *sin, int64_t d, W *y) {
+inline void rotated(const W *__restrict x, const W *__restrict cos, const W *__restrict sin, int64_t d,
+                    W *__restrict y) {
     const int64_t half = d / 2;
     for (int64_t i = 0; i < half; i++) {
         const float low = widen(x[i]), high = widen(x[i + half]);

@@ -11,7 +11,7 @@
 #define KERNELS avx2_kernels
 #define WIDTH 8
 #define ROWS 3
-#define FRESH 4
+#define SINGLE 4
 #define SUPPORTED (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
 #define FUSED(a, b, sum) ((Floats)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(sum)))
 #include "vector.inl"

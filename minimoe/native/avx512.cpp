@@ -11,7 +11,7 @@
 #define KERNELS avx512_kernels
 #define WIDTH 16
 #define ROWS 6
-#define FRESH 1
+#define SINGLE 4
 #define SUPPORTED (__builtin_cpu_supports("avx512f"))
 #define FUSED(a, b, sum) ((Floats)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(sum)))
 #include "vector.inl"

@@ -12,7 +12,7 @@
 #define KERNELS avx512bf16_kernels
 #define WIDTH 16
 #define ROWS 6
-#define FRESH 1
+#define SINGLE 1
 #define SUPPORTED (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bf16"))
 #define FUSED(a, b, sum) ((Floats)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(sum)))
 #define PAIRS(sums, a, b) ((Floats)_mm512_dpbf16_ps((__m512)(sums), (__m512bh)(a), (__m512bh)(b)))

@@ -138,6 +138,7 @@ void tile(const W *w, int64_t rows, int64_t columns, const Packed<W> *const *x, 
           float *out) {
     std::fill(out, out + rows * TOKENS, 0.0f);
     if (pass == 0) {
+        constexpr int FRESH = N == 1 ? SINGLE : R;
         for (int64_t row = 0; row < rows; row += FRESH) {
             const W *const after = row + 2 * FRESH <= rows ? w + (row + FRESH) * columns : next;
             const auto some = after ? strip<W, FRESH, N, FRESH> : strip<W, FRESH, N, 0>;

@@ -24,9 +24,46 @@ void norm_of(const Norm &n, int threads) {
     }
 }
 
-// Scores, TOKENS numbers apart, to `n` weights side by side that sum to 1: the softmax of their products with `scale`.
+constexpr int64_t AHEAD = 4096;  // bytes between what is read of keys and values and what is asked for
+
+// The keys or the values of one head: rows of d places that are read in order, and those that are read after them.
+template <class W>
+struct Cached {
+    const W *rows;
+    int64_t positions, d;
+    const W *next;  // or null
+
+    // Asks for the row that comes AHEAD after row s.
+    void ask(int64_t s) const {
+        const int64_t later = s + AHEAD / (d * int64_t(sizeof(W))) + 1 - positions;
+        const W *const row = later < 0 ? rows + (positions + later) * d : next ? next + later * d : nullptr;
+        if (row)
+            for (int64_t i = 0; i < d; i += 64 / sizeof(W)) __builtin_prefetch(row + i, 0, 2);
+    }
+};
+
+// scores[r] = keys.rows[s + r] . query for R rows.
+template <class W, int R>
+inline void score(const Cached<W> &keys, int64_t s, const Packed<W> *query, float *scores) {
+    const int64_t whole = keys.d / STEP * STEP;
+    Floats sums[R][1] = {};
+    for (int r = 0; r < R; r++) {
+        keys.ask(s + r);
+        const W *const row = keys.rows + (s + r) * keys.d;
+        for (int64_t i = 0; i < whole; i += STEP) add_block<W, 1, 1>(row + i, 0, &query, i, sums[r]);
+        if (whole == keys.d) continue;
+        W rest[STEP] = {};
+        std::copy_n(row + whole, keys.d - whole, rest);
+        add_block<W, 1, 1>(rest, 0, &query, whole, sums[r]);
+    }
+    Floats summed[R];
+    for (int r = 0; r < R; r++) summed[r] = sums[r][0];
+    sum<R>(summed);
+    std::memcpy(scores, summed, R * sizeof *scores);
+}
+
+// Scores to weights that sum to 1: the softmax of their products with `scale`. There is room for whole vectors.
 inline void softmax(float *scores, int64_t n, float scale) {
-    for (int64_t s = 0; s < n; s++) scores[s] = scores[s * TOKENS] * scale;
     const int64_t whole = (n + WIDTH - 1) / WIDTH * WIDTH;
     std::fill(scores + n, scores + whole, -INFINITY);
     Floats most = load<Floats>(scores), total = {};
@@ -38,44 +75,34 @@ inline void softmax(float *scores, int64_t n, float scale) {
     std::memcpy(lanes, &most, sizeof most);
     const float highest = *std::max_element(lanes, lanes + WIDTH);
     for (int64_t s = 0; s < whole; s += WIDTH) {
-        const Floats some = exponential(load<Floats>(scores + s) - highest);
+        const Floats some = exponential((load<Floats>(scores + s) - highest) * scale);
         total += some;
         std::memcpy(scores + s, &some, sizeof some);
     }
     sum<1>(&total);
     const float share = 1 / total[0];
-    for (int64_t s = 0; s < n; s++) scores[s] *= share;
-}
-
-// sums += the sum over R positions of weights[s] * values[s, i], in order, for all blocks of places. As many places from
-// `next` on, if it is not null, are asked for.
-template <class W, int R>
-inline void add_positions(const float *weights, const W *values, int64_t d, const W *next, float *sums) {
-    for (int64_t i = 0; i < d; i += STEP) {
-        Block sum = block(sums + i, STEP);
-        for (int r = 0; r < R; r++) {
-            if (next) __builtin_prefetch(next + r * d + i, 0, 2);
-            const Block value = block(values + r * d + i, d - i);
-            sum = {sum.firsts + weights[r] * value.firsts, sum.seconds + weights[r] * value.seconds};
-        }
-        store(sums + i, STEP, sum);
+    for (int64_t s = 0; s < whole; s += WIDTH) {
+        const Floats weight = load<Floats>(scores + s) * share;
+        std::memcpy(scores + s, &weight, sizeof weight);
     }
 }
 
-// y[i] = sum over s of weights[s] * values[s, i] for i < d. Values are read from front to back, and as many places from
-// `next` on, if it is not null, are asked for. `sums` has room for whole blocks of d places.
-template <class W>
-void mix(const float *weights, const W *values, int64_t positions, int64_t d, const W *next, float *sums, W *y) {
-    std::fill_n(sums, room(d), 0.0f);
-    const auto from = [&](int64_t s) { return next ? next + s * d : nullptr; };
-    int64_t s = 0;
-    for (; s + 4 <= positions; s += 4) add_positions<W, 4>(weights + s, values + s * d, d, from(s), sums);
-    for (; s < positions; s++) add_positions<W, 1>(weights + s, values + s * d, d, from(s), sums);
-    for (int64_t i = 0; i < d; i += STEP) store(y + i, d - i, block(sums + i, STEP));
+// y[i] = sum over s of weights[s] * values.rows[s, i], in order, for the BLOCKS blocks of places from `from` on.
+template <class W, int BLOCKS>
+inline void mix(const float *weights, const Cached<W> &values, int64_t from, W *y) {
+    Block sums[BLOCKS] = {};
+    for (int64_t s = 0; s < values.positions; s++) {
+        if (from == 0) values.ask(s);
+        for (int b = 0; b < BLOCKS; b++) {
+            const int64_t i = from + b * STEP;
+            const Block value = block(values.rows + s * values.d + i, values.d - i);
+            sums[b].firsts += weights[s] * value.firsts;
+            sums[b].seconds += weights[s] * value.seconds;
+        }
+    }
+    for (int b = 0; b < BLOCKS; b++) store(y + from + b * STEP, values.d - from - b * STEP, sums[b]);
 }
 
-// Keys and values come from memory, a head's after the other's: the values are asked for while its keys are multiplied,
-// and the next head's keys while the values are mixed.
 template <class W>
 void attention_of(const Attention &a, int threads) {
     const int64_t width = room(a.d), longest = *std::max_element(a.lengths, a.lengths + a.T) + 1;
@@ -84,10 +111,11 @@ void attention_of(const Attention &a, int threads) {
     const auto head_of = [&](void *const *caches, int64_t item) -> const W * {
         return item < a.T * a.H ? cached<W>(a, caches, item / a.H, item % a.H / (a.H / a.G)) : nullptr;
     };
+    Shares heads(a.T * a.H, threads);
 #pragma omp parallel num_threads(threads)
     {
         std::vector<W> own(std::max(a.H, a.G) * a.d);
-        std::vector<float> scores((longest + WIDTH) * TOKENS), sums(width);
+        std::vector<float> scores(longest + WIDTH);
         std::vector<Packed<W>> query(width);
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < a.T; t++) {
@@ -95,18 +123,20 @@ void attention_of(const Attention &a, int threads) {
             const float k_scale = norm_scale(static_cast<const W *>(a.k) + t * a.G * a.d, a.G * a.d, a.eps);
             prepare(a, t, q_scale, k_scale, own.data(), &queries[t * a.H * a.d]);
         }
-#pragma omp for schedule(dynamic)
-        for (int64_t item = 0; item < a.T * a.H; item++) {
-            const int64_t positions = a.lengths[item / a.H] + 1;
-            pack(&queries[item * a.d], a.d, query.data());
-            const Packed<W> *const place = query.data();
-            const W *const keys = head_of(a.keys, item), *const values = head_of(a.values, item);
-            std::fill_n(scores.data(), positions * TOKENS, 0.0f);
-            for (int64_t from = 0; from < a.d; from += SPAN)
-                strip<W, 4, 1, 4>(keys, positions, a.d, &place, from, values, scores.data());
-            softmax(scores.data(), positions, 1 / std::sqrt(float(a.d)));
-            mix(scores.data(), values, positions, a.d, head_of(a.keys, item + threads), sums.data(),
-                static_cast<W *>(a.y) + item * a.d);
-        }
+#pragma omp for schedule(static)
+        for (int share = 0; share < threads; share++)
+            for (int64_t item = heads.take(share); item >= 0; item = heads.take(share)) {
+                const int64_t positions = a.lengths[item / a.H] + 1;
+                const Cached<W> values{head_of(a.values, item), positions, a.d, head_of(a.keys, item + 1)};
+                const Cached<W> keys{head_of(a.keys, item), positions, a.d, values.rows};
+                pack(&queries[item * a.d], a.d, query.data());
+                int64_t s = 0, i = 0;
+                for (; s + 4 <= positions; s += 4) score<W, 4>(keys, s, query.data(), &scores[s]);
+                for (; s < positions; s++) score<W, 1>(keys, s, query.data(), &scores[s]);
+                softmax(scores.data(), positions, 1 / std::sqrt(float(a.d)));
+                W *const y = static_cast<W *>(a.y) + item * a.d;
+                for (; i + 4 * STEP <= a.d; i += 4 * STEP) mix<W, 4>(scores.data(), values, i, y);
+                for (; i < a.d; i += STEP) mix<W, 1>(scores.data(), values, i, y);
+            }
     }
 }

@@ -1,6 +1,6 @@
 // The kernels for one instruction set. The including file defines KERNELS (the table's name), WIDTH (floats in a
-// vector), ROWS (rows of a weight that are multiplied with four tokens at a time), FRESH (rows that are read from memory at
-// a time), SUPPORTED, FUSED: a * b + sum, rounded once, and, if the set has it, PAIRS: adds to each float of a vector the
+// vector), ROWS (rows of a weight that are multiplied with four tokens at a time), SINGLE (rows that are read from memory at a
+// time for one token), SUPPORTED, FUSED: a * b + sum, rounded once, and, if the set has it, PAIRS: adds to each float of a vector the
 // products of two pairs of bfloat16. Left to a compiler, products would be fused for some shapes of a tile and not for
 // others.
 #include "attention.h"

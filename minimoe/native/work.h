@@ -12,7 +12,7 @@
 namespace minimoe {
 namespace {
 
-constexpr int64_t L2_BYTES = 1 << 19;      // of a weight that are kept close for all tokens, while as many arrive
+constexpr int64_t L2_BYTES = 1 << 18;      // of a weight that are kept close for all tokens, while as many arrive
 constexpr int64_t SERIAL_BYTES = 1 << 18;  // less than this is not worth waking other threads for
 
 // Memory of the calling thread that is kept from call to call: fresh pages would cost as much as the products.
