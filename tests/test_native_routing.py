@@ -12,10 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from minimoe.curve import deviation
 from minimoe.native import Kernels, find_kernels
+from minimoe.routers import Elbow, RouterContext, TopK
 from minimoe.routing import Routing
+from tests.curves import context
 from tests.native_sets import EPS, each_dtype, each_set, needs_kernels
 
 pytestmark = needs_kernels
@@ -82,3 +85,45 @@ def test_what_is_kept_is_what_torch_keeps(kernels: Kernels, data: st.DataObject)
     kept_TK, weights_TK = kernels.keep(sorted_TE, experts_TE, k_T, K)
     assert torch.equal(kept_TK, expected.experts_TK)
     assert torch.equal(weights_TK, expected.weights_TK)
+
+
+@each_set
+@each_dtype
+@given(data=st.data())
+@settings(deadline=None, max_examples=40)
+def test_rank_count_and_keep_in_one_call_are_those_three(
+    kernels: Kernels, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    T, E = data.draw(st.integers(0, 9)), data.draw(st.integers(1, 70))
+    K = data.draw(st.integers(0, E))
+    floor, count = data.draw(st.integers(0, K)), data.draw(st.sampled_from(["all", "elbow"]))
+    logits_TE = (torch.randn(T, E) * data.draw(st.sampled_from([0.1, 1, 6]))).to(dtype)
+    experts_TK, weights_TK, k_T = kernels.prefix(logits_TE, count, floor, K)
+    sorted_TE, ranked_TE = kernels.rank(logits_TE)
+    expected_T = torch.full((T,), K) if count == "all" else deviation(sorted_TE).argmax(dim=1) + 1
+    assert torch.equal(k_T, expected_T.clamp(floor, K))
+    expected = Routing.from_ranking(ranked_TE[:, :K], sorted_TE[:, :K], k_T, E)
+    assert torch.equal(experts_TK, expected.experts_TK)
+    assert torch.equal(weights_TK, expected.weights_TK)
+
+
+@pytest.mark.parametrize(("floor", "K"), [(-1, 2), (3, 2), (0, 5)])
+def test_a_prefix_that_cannot_be_is_refused(floor: int, K: int) -> None:
+    with pytest.raises(ValueError, match="of 4 experts cannot be kept"):
+        find_kernels().prefix(torch.zeros(1, 4), "all", floor, K)
+    with pytest.raises(ValueError, match="of 0 experts cannot be kept"):
+        find_kernels().prefix(torch.zeros(1, 0), "elbow", 0, 0)
+
+
+@pytest.mark.parametrize("rule", [TopK, Elbow])
+def test_a_rule_that_counts_for_itself_is_asked(rule: type[TopK] | type[Elbow]) -> None:
+    """The kernels count as TopK and Elbow do; what is derived from these may not."""
+
+    class One(rule):  # type: ignore[misc, valid-type]
+        def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
+            return torch.ones(len(sorted_probs_TE), dtype=torch.int64)
+
+    logits_TE = torch.randn(50, 16)
+    asked = One().route(logits_TE, context(50))
+    assert asked.k_T.tolist() == [1] * 50
+    assert rule().route(logits_TE, context(50)).k_T.max() > 1

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from minimoe.routing import Routing
 
 NOT_BUILT = "the native kernels were not built on this machine; reinstall minimoe where a C++ compiler is found"
 
+Count = Literal["all", "elbow"]
 _INT, _INT64, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
@@ -139,6 +141,40 @@ class Kernels:
             weights_TK.data_ptr(),
         )
         return kept_TK, weights_TK
+
+    def prefix(self, logits_TE: Tensor, count: Count, floor: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What `rank`, a count of experts within limits, and `keep` make of router logits, in one call.
+
+        Args:
+            logits_TE: float32 or bfloat16.
+            count: "elbow", see `elbow`, or "all": K.
+            floor: the least of k; K, of at least that and at most E, is the most.
+
+        Returns:
+            (experts_TK int64, weights_TK float32, k_T int64).
+        """
+        _check(logits_TE)
+        logits_TE = logits_TE.contiguous()
+        T, E = logits_TE.shape
+        if not E or not 0 <= floor <= K <= E:
+            raise ValueError(f"from {floor} to {K} of {E} experts cannot be kept")
+        experts_TK = torch.empty(T, K, dtype=torch.int64)
+        weights_TK, k_T = torch.empty(T, K), torch.empty(T, dtype=torch.int64)
+        self.interface.minimoe_prefix(
+            self.index,
+            DTYPES[logits_TE.dtype],
+            torch.get_num_threads(),
+            T,
+            E,
+            K,
+            floor,
+            count == "elbow",
+            logits_TE.data_ptr(),
+            experts_TK.data_ptr(),
+            weights_TK.data_ptr(),
+            k_T.data_ptr(),
+        )
+        return experts_TK, weights_TK, k_T
 
     def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight: statistics in float32, back to x's dtype, then the weight."""
@@ -319,6 +355,8 @@ def instruction_sets() -> tuple[Kernels, ...]:
     library.minimoe_elbow.restype = None
     library.minimoe_keep.argtypes = [*[_INT64] * 3, *[_POINTER] * 5]
     library.minimoe_keep.restype = None
+    library.minimoe_prefix.argtypes = [*[_INT] * 3, *[_INT64] * 4, _INT, *[_POINTER] * 4]
+    library.minimoe_prefix.restype = None
     library.minimoe_norm.argtypes = [*[_INT] * 3, *[_INT64] * 2, _FLOAT, *[_POINTER] * 3]
     library.minimoe_norm.restype = None
     library.minimoe_finite.argtypes = [_INT, _INT64, _POINTER]

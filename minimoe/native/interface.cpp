@@ -89,6 +89,17 @@ void minimoe_elbow(int64_t T, int64_t E, const float *sorted, int64_t *k) {
     }
 }
 
+// Rank, count and cut at once: each token's best experts, as many as its elbow says or all K, but at least `floor`.
+void minimoe_prefix(int set, int dtype, int threads, int64_t T, int64_t E, int64_t K, int64_t floor, int elbow,
+                    const void *logits, int64_t *experts, float *weights, int64_t *k) {
+    std::vector<float> sorted(T * E);
+    std::vector<int64_t> ranked(T * E);
+    minimoe_rank(set, dtype, threads, T, E, logits, sorted.data(), ranked.data());
+    elbow ? minimoe_elbow(T, E, sorted.data(), k) : void(std::fill_n(k, T, K));
+    for (int64_t t = 0; t < T; t++) k[t] = std::clamp(k[t], floor, K);
+    minimoe_keep(T, E, K, sorted.data(), ranked.data(), k, experts, weights);
+}
+
 // Returns the multiply-adds done with expert weights, or -1 where k or an expert's id is out of range: nothing was read.
 int64_t minimoe_experts(int set, int threads, const ExpertPlaces *of, int64_t T, int64_t K, const void *x,
                         const int64_t *experts, const float *weights, const int64_t *k, void *y) {

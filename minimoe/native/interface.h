@@ -44,6 +44,8 @@ void minimoe_rank(int set, int dtype, int threads, int64_t T, int64_t E, const v
 void minimoe_keep(int64_t T, int64_t E, int64_t K, const float *sorted, const int64_t *ranked, const int64_t *k,
                   int64_t *experts, float *weights);
 void minimoe_elbow(int64_t T, int64_t E, const float *sorted, int64_t *k);
+void minimoe_prefix(int set, int dtype, int threads, int64_t T, int64_t E, int64_t K, int64_t floor, int elbow,
+                    const void *logits, int64_t *experts, float *weights, int64_t *k);
 int64_t minimoe_experts(int set, int threads, const minimoe::ExpertPlaces *of, int64_t T, int64_t K, const void *x,
                         const int64_t *experts, const float *weights, const int64_t *k, void *y);
 void minimoe_norm(int set, int dtype, int threads, int64_t T, int64_t D, float eps, const void *x, const void *w,

@@ -1,8 +1,12 @@
-// The kernels for one instruction set. The including file defines KERNELS (the table's name), WIDTH (floats in a
-// vector), ROWS (rows of a weight that are multiplied with four tokens at a time), SINGLE (rows that are read from memory at a
-// time for one token), SUPPORTED, FUSED: a * b + sum, rounded once, and, if the set has it, PAIRS: adds to each float of a vector the
-// products of two pairs of bfloat16. Left to a compiler, products would be fused for some shapes of a tile and not for
-// others.
+// The kernels for one instruction set. The including file defines
+// - KERNELS, the table's name, and SUPPORTED,
+// - WIDTH, floats in a vector,
+// - ROWS, rows of a weight that are multiplied with four tokens at a time,
+// - SINGLE, rows that are read from memory at a time for one token: one by one they stream best, but a row alone waits for
+//   its own sum, which only PAIRS keep short,
+// - FUSED: a * b + sum, rounded once. Left to a compiler, products would be fused for some shapes of a tile and not for
+//   others,
+// - and, if the set has it, PAIRS: adds to each float of a vector the products of two pairs of bfloat16.
 #include "attention.h"
 #include "bfloat16.h"
 #include "kernels.h"

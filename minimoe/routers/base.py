@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minimoe.errors import InputError, shown
-from minimoe.native import kernels_for
+from minimoe.native import Count, kernels_for
 from minimoe.probe import Phase
 from minimoe.routing import Routing
 
@@ -158,6 +158,10 @@ class PrefixRouter(Router):
             sorted_probs_TE: float32 softmax probabilities, each row in descending order.
         """
 
+    def native_count(self) -> Count | None:
+        """The native kernels' name for what `count` does, or None: it has to be asked."""
+        return None
+
     def limit(self, context: RouterContext) -> int:
         """The most experts that this rule gives a token: the width of its Routing."""
         return context.top_k if self.cap is None else self.cap
@@ -174,6 +178,9 @@ class PrefixRouter(Router):
         check_width(limit, num_experts)
         if self.floor > limit:
             raise InputError(f"the router's floor {shown(self.floor)} is above its cap of {limit} experts a token.")
+        kernels, native = kernels_for(logits_TE), self.native_count()
+        if kernels and native and self._renorm(context) == "none":
+            return Routing(*kernels.prefix(logits_TE, native, self.floor, limit), num_experts)
         sorted_probs_TE, experts_TE = rank(logits_TE)
         k_T = self._checked(self.count(sorted_probs_TE, context), logits_TE.shape[0]).clamp(self.floor, limit)
         routing = keep(sorted_probs_TE, experts_TE, k_T, limit)
@@ -194,9 +201,12 @@ class PrefixRouter(Router):
             f"{type(self).__name__}.count must return one whole number for each token, int64 [{tokens}], not {told}."
         )
 
+    def _renorm(self, context: RouterContext) -> Renorm:
+        return ("kept" if context.norm_topk_prob else "none") if self.renorm == "model" else self.renorm
+
     def _mass(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor | None:
         """What each token's kept weights are made to sum to, float32 [T], or None to leave them alone."""
-        renorm = ("kept" if context.norm_topk_prob else "none") if self.renorm == "model" else self.renorm
+        renorm = self._renorm(context)
         if renorm == "none":
             return None
         if renorm == "kept":

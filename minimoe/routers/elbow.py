@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minimoe.curve import Reading, deviation
 from minimoe.errors import InputError
-from minimoe.native import kernels_for
+from minimoe.native import Count, kernels_for
 from minimoe.routers.base import PrefixRouter, RouterContext, check_choice, check_positive
 
 Method = Literal["argmax", "kneed"]
@@ -46,6 +46,10 @@ class Elbow(PrefixRouter):
             if self.reading == "printed":
                 raise InputError("method kneed has its own reading of the curve; leave reading out.")
             _kneed()
+
+    def native_count(self) -> Count | None:
+        own = type(self).count is Elbow.count and (self.method, self.reading) == ("argmax", "program")
+        return "elbow" if own else None
 
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
         if self.method == "argmax":
