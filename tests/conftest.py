@@ -15,9 +15,10 @@ import accelerator  # noqa: F401  (comes before whatever may import triton)
 import pytest
 import torch
 from command_line import Cli, Run
-from fixtures import edit_json, write_checkpoint
+from fixtures import SMALL, edit_json, write_checkpoint
 from hypothesis import HealthCheck, settings
 
+from bench.synthetic import Recipe, write
 from minimoe.cli import main
 
 # The shapes are tiny: a second thread would only wait for the first.
@@ -36,6 +37,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return write_checkpoint(tmp_path_factory.mktemp(variant), variant, **options)
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def bench_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint as the benchmarks write it."""
+    folder = tmp_path_factory.mktemp("synthetic") / "small"
+    assert write(folder, Recipe(changes=SMALL))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """Engines set the number of threads of their process, which here is everybody's."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -46,6 +46,17 @@ BASE: Mapping[str, Any] = {
     "pad_token_id": PAD,
 }
 
+SMALL: Mapping[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+}
+"""The synthetic checkpoint of the benchmarks, made small."""
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},
     "top8_of_64": {"num_experts": 64, "num_experts_per_tok": 8},

@@ -10,27 +10,26 @@ import mmap
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from benchmark_files import write_benchmarks
+from fixtures import SMALL
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, OlmoeConfig
 
 from bench import analysis, evaluation, limits, loading, peers, pruning, report, startup, step, synthetic
-from bench.engines import ENGINES, BenchEngine, MiniMoe
+from bench.comparison import Comparison
 from bench.loading import AnonymousPeak, resident_bytes
-from bench.peers import MAX_ERROR, Work, compare, distance, ratios
+from bench.peers import ratios
 from bench.report import Finding, Spread
 from bench.startup import Command, CommandFailed, wall_seconds
 from bench.synthetic import OLMOE_1B_7B, Recipe
-from bench.worker import EngineFailed, Task, Times, open_worker
+from bench.worker import EngineFailed
 from minimoe.analysis.texts import Text
 from minimoe.checkpoint import read_checkpoint, tensor_shapes
 from minimoe.config import ModelConfig
@@ -41,42 +40,15 @@ from minimoe.evaluate.tasks import TASKS
 from minimoe.model import Batch
 from minimoe.probe import RoutingRecorder
 
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-}
-WORKS = {"read": Work(1, 64), "write": Work(1, 8, 16), "write 2": Work(2, 8, 4)}
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    """Engines set the number of threads of their process, which here is everybody's."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("synthetic") / "small"
-    assert synthetic.write(folder, Recipe(changes=SMALL))
-    return folder
-
-
 def test_the_whole_model_has_the_published_shape() -> None:
     shapes = dict(tensor_shapes(ModelConfig.from_hf(OLMOE_1B_7B)))
     assert sum(math.prod(shape) for shape in shapes.values()) == 6_919_161_856
     assert Recipe().config == replace(ModelConfig.from_hf(OLMOE_1B_7B), num_layers=4)
 
 
-def test_both_readers_find_one_complete_model_in_a_synthetic_checkpoint(small: Path) -> None:
-    ours = read_checkpoint(small)
-    theirs, info = AutoModelForCausalLM.from_pretrained(small, output_loading_info=True)
+def test_both_readers_find_one_complete_model_in_a_synthetic_checkpoint(bench_model: Path) -> None:
+    ours = read_checkpoint(bench_model)
+    theirs, info = AutoModelForCausalLM.from_pretrained(bench_model, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert ours.dtype == theirs.dtype == torch.bfloat16
     assert sum(t.numel() for t in ours.tensors.values()) == sum(p.numel() for p in theirs.parameters())
@@ -94,13 +66,13 @@ def test_both_readers_find_one_complete_model_in_a_synthetic_checkpoint(small: P
     assert ours.config.norm_topk_prob is config.norm_topk_prob is False
 
 
-def test_its_tensors_all_differ_and_its_shards_are_indexed(small: Path) -> None:
-    tensors = read_checkpoint(small).tensors
+def test_its_tensors_all_differ_and_its_shards_are_indexed(bench_model: Path) -> None:
+    tensors = read_checkpoint(bench_model).tensors
     digests = {hashlib.sha256(t.view(torch.uint8).numpy().tobytes()).digest() for t in tensors.values()}
     assert len(digests) == len(tensors)
-    index = json.loads((small / "model.safetensors.index.json").read_text())
+    index = json.loads((bench_model / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
-    assert len(set(index["weight_map"].values())) == len(list(small.glob("*.safetensors"))) == 3
+    assert len(set(index["weight_map"].values())) == len(list(bench_model.glob("*.safetensors"))) == 3
 
 
 @pytest.mark.parametrize(("gate_scale", "mean_k"), [(0.5, 7.6), (2.65, 6.0), (6.1, 4.0)])
@@ -113,205 +85,42 @@ def test_the_gate_scale_sets_how_much_the_elbow_prunes(tmp_path: Path, gate_scal
     assert k_LT.double().mean().item() == pytest.approx(mean_k, abs=0.3)
 
 
-def test_a_checkpoint_is_written_once_and_never_over_something_else(small: Path, tmp_path: Path) -> None:
-    before = {path.name: path.stat().st_mtime_ns for path in small.iterdir()}
-    assert not synthetic.write(small, Recipe(changes=SMALL))
+def test_a_checkpoint_is_written_once_and_never_over_something_else(bench_model: Path, tmp_path: Path) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in bench_model.iterdir()}
+    assert not synthetic.write(bench_model, Recipe(changes=SMALL))
     with pytest.raises(InputError, match="holds something else"):
-        synthetic.write(small, Recipe(changes=SMALL, seed=1))
+        synthetic.write(bench_model, Recipe(changes=SMALL, seed=1))
     (tmp_path / "mine").mkdir()
     with pytest.raises(InputError, match="holds something else"):
         synthetic.write(tmp_path / "mine", Recipe(changes=SMALL))
     with pytest.raises(InputError, match="num_hidden_layers"):
         synthetic.write(tmp_path / "none", Recipe(changes={"num_hidden_layers": 0}))
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-    assert {path.name: path.stat().st_mtime_ns for path in small.iterdir()} == before
+    assert {path.name: path.stat().st_mtime_ns for path in bench_model.iterdir()} == before
 
 
-def test_the_seed_decides_the_bytes_and_an_interrupted_run_leaves_none(small: Path, tmp_path: Path) -> None:
+def test_the_seed_decides_the_bytes_and_an_interrupted_run_leaves_none(bench_model: Path, tmp_path: Path) -> None:
     (tmp_path / "again.partial").mkdir()
     (tmp_path / "again.partial" / "model-00007-of-00009.safetensors").write_bytes(b"left over")
     synthetic.write(tmp_path / "again", Recipe(changes=SMALL))
     synthetic.write(tmp_path / "other", Recipe(changes=SMALL, seed=1))
     first, again, other = (
         {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
-        for folder in (small, tmp_path / "again", tmp_path / "other")
+        for folder in (bench_model, tmp_path / "again", tmp_path / "other")
     )
     assert first == again
     assert first != other
     assert not (tmp_path / "again.partial").exists()
 
 
-def test_the_synthetic_tokenizer_reads_any_text_and_has_the_models_size(small: Path, tmp_path: Path) -> None:
-    tokenizer = load(small).tokenizer
+def test_the_synthetic_tokenizer_reads_any_text_and_has_the_models_size(bench_model: Path, tmp_path: Path) -> None:
+    tokenizer = load(bench_model).tokenizer
     assert tokenizer.vocab_size == SMALL["vocab_size"]
     text = "Once upon a time: é🙂\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     synthetic._write_tokenizer(tmp_path / "tokenizer.json", OLMOE_1B_7B["vocab_size"])
     added = json.loads((tmp_path / "tokenizer.json").read_text("utf-8"))["added_tokens"]
     assert [(token["content"], token["id"]) for token in added] == [("<|endoftext|>", OLMOE_1B_7B["eos_token_id"])]
-
-
-def logits_of(engine: BenchEngine, variant: str, ids_BN: torch.Tensor, prompt: int) -> torch.Tensor:
-    """[passes, B, V] of a prompt in one pass and then one token of each sequence after another."""
-    with torch.inference_mode():
-        engine.begin(variant, len(ids_BN), ids_BN.shape[1])
-        rows = [engine.feed(ids_BN[:, :prompt].tolist())]
-        rows += [engine.feed(ids_B1.tolist()) for ids_B1 in ids_BN[:, prompt:].split(1, dim=1)]
-    return torch.stack(rows).float()
-
-
-def test_every_variant_of_every_engine_computes_the_same_logits(small: Path) -> None:
-    ids_BN = torch.randint(512, (2, 24), generator=torch.Generator().manual_seed(0))
-    logits: dict[str, torch.Tensor] = {}
-    for name in ("minimoe", "transformers"):
-        engine = ENGINES[name](small, threads=1)
-        for variant in engine.variants:
-            logits[f"{name} {variant}"] = logits_of(engine, variant, ids_BN, prompt=16)
-            alone = logits_of(engine, variant, ids_BN[1:], prompt=16)
-            assert distance(alone[:, 0], logits[f"{name} {variant}"][:, 1]) < MAX_ERROR / 3
-    assert len(logits) == len(MiniMoe.variants) + 3
-    reference, *others = logits.values()
-    for values in others:
-        assert distance(values.flatten(0, 1), reference.flatten(0, 1)) < MAX_ERROR / 3
-
-
-def test_llama_cpp_computes_the_same_logits(small: Path) -> None:
-    pytest.importorskip("llama_cpp")
-    pytest.importorskip("gguf")
-    ids_BN = torch.randint(512, (1, 24), generator=torch.Generator().manual_seed(0))
-    got = logits_of(ENGINES["llama.cpp"](small, threads=1), "BF16", ids_BN, prompt=16)
-    expected = logits_of(MiniMoe(small, threads=1), "bucketed", ids_BN, prompt=16)
-    assert distance(got[:, 0], expected[:, 0]) < MAX_ERROR / 3
-
-
-def test_an_engine_that_renormalises_is_noticed(small: Path, tmp_path: Path) -> None:
-    """The wrong engine is this one, told by an edited config that router weights sum to 1."""
-    for path in small.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    raw = json.loads((small / "config.json").read_text())
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").write_text(json.dumps({**raw, "norm_topk_prob": True}))
-    ids_BN = torch.randint(512, (1, 48), generator=torch.Generator().manual_seed(0))
-
-    def logits_PV(folder: Path) -> torch.Tensor:
-        return logits_of(MiniMoe(folder, threads=1), "bucketed", ids_BN, prompt=1)[:, 0]
-
-    assert distance(logits_PV(tmp_path), logits_PV(small)) > MAX_ERROR
-
-
-@dataclass
-class FakeWorker:
-    """Stands for a process: keeps the tasks it is given, and answers with known times and logits."""
-
-    engine: str
-    off: float = 0.0  # what is added to its logits
-    lasts: int = 1 << 20  # tasks
-    variants: Sequence[str] = ("fast", "slow")
-    most_tokens: Mapping[str, int] = field(default_factory=lambda: {"slow": 8})
-    most_sequences: int = 2
-    tasks: list[Task] = field(default_factory=list)
-
-    def run(self, task: Task) -> Times:
-        self.tasks.append(task)
-        if len(self.tasks) > self.lasts:
-            raise EngineFailed(f"{self.engine}: it ended with code -9")
-        if task.logits_file:
-            torch.save(torch.ones(1 + len(task.steps), 1, 4) + self.off, task.logits_file)
-        return Times(prefill=2.0, decode=0.5 if task.variant == "fast" else 4.0)
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[FakeWorker]:
-    """The workers that were opened, in order; engines called "absent" cannot be, and "wrong" ones compute nonsense."""
-    workers: list[FakeWorker] = []
-
-    @contextmanager
-    def open_fake(engine: str, folder: Path, threads: int) -> Iterator[FakeWorker]:
-        if engine == "absent":
-            raise EngineFailed("absent: not installed")
-        lasts = 12 if engine == "frail" else 1 << 20
-        workers.append(FakeWorker(engine, off=math.nan if engine == "wrong" else 0.0, lasts=lasts))
-        yield workers[-1]
-
-    monkeypatch.setattr(peers, "open_worker", open_fake)
-    return workers
-
-
-def test_engines_take_turns_on_the_same_fresh_tokens(small: Path, opened: list[FakeWorker]) -> None:
-    speeds, paces, errors, skipped = compare(small, 1, rounds=3, works=WORKS, engines=("minimoe", "absent", "other"))
-    assert skipped == {"absent": "absent: not installed"}
-    assert set(errors.values()) == {0.0}
-    assert [worker.engine for worker in opened] == ["minimoe", "other"]
-    assert speeds["read"] == {f"{who} fast": Spread.of([64 / 2.0] * 3) for who in ("minimoe", "other")}
-    assert {work: list(by) for work, by in paces.items()} == {work: list(by) for work, by in speeds.items()}
-    # Between a tenth and a thousand GB/s.
-    assert all(
-        1e8 < speeds[work][who].median / pace.median < 1e12 for work, by in paces.items() for who, pace in by.items()
-    )
-    assert speeds["write"]["other fast"] == Spread.of([16 / 0.5] * 3)
-    assert speeds["write"]["minimoe slow"] == Spread.of([16 / 4.0] * 3)
-    assert speeds["write 2"] == {f"{who} fast": Spread.of([2 * 4 / 0.5] * 3) for who in ("minimoe", "other")}
-
-    ours, others = ([task for task in worker.tasks if task.logits_file is None] for worker in opened)
-    assert ours == others
-    timed = [task for task in ours if task.variant == "fast" and len(task.steps) != 2]  # two steps: the warm-up
-    shapes = [(len(task.prompts), len(task.prompts[0]), len(task.steps)) for task in timed]
-    assert shapes == [(1, 64, 0), (1, 8, 16), (2, 8, 4)] * 3
-    assert len({str(task.prompts) for task in timed}) == 9
-    assert all(len(given) == len(task.prompts) for task in timed for given in task.steps)
-    # "slow" takes 8 tokens in a pass at most.
-    assert all(len(task.prompts) * len(task.prompts[0]) <= 8 for task in ours if task.variant == "slow")
-
-
-def test_models_that_do_not_fit_together_are_loaded_one_at_a_time(
-    small: Path, opened: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peers, "_fits_together", lambda folder, models: False)
-    compare(small, threads=1, rounds=2, works=WORKS, engines=("minimoe", "other"))
-    # First to compare logits, then a turn in each round; the second round begins with the other.
-    assert [worker.engine for worker in opened] == ["minimoe", "other", "minimoe", "other", "other", "minimoe"]
-    assert all(len(worker.tasks[0].prompts[0]) == peers.WARM_TOKENS for worker in opened)  # each is warmed up
-
-
-def test_a_peer_that_dies_takes_no_figures_with_it(
-    small: Path, opened: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    speeds, _, _, skipped = compare(small, 1, rounds=4, works=WORKS, engines=("minimoe", "frail"))
-    assert list(skipped) == ["frail"]
-    assert "code -9, from round 3 on" in skipped["frail"]
-    assert speeds["read"]["minimoe fast"].count == 4
-    assert speeds["read"]["frail fast"].count == 2
-    monkeypatch.setattr(peers, "OURS", "frail")
-    with pytest.raises(EngineFailed, match="frail: it ended"):
-        compare(small, 1, rounds=4, works=WORKS, engines=("frail",))
-
-
-def test_nothing_is_timed_when_logits_differ(small: Path, opened: list[FakeWorker]) -> None:
-    with pytest.raises(EngineFailed, match=r"nothing was timed: wrong fast by nan, wrong slow by nan"):
-        compare(small, threads=1, rounds=1, works=WORKS, engines=("minimoe", "wrong"))
-    assert all(task.logits_file or len(task.steps) == 2 for worker in opened for task in worker.tasks)
-
-
-def test_this_engine_must_run(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "OURS", "absent")
-    with pytest.raises(EngineFailed, match="absent: KeyError"):
-        compare(small, threads=1, rounds=1, engines=("absent",))
-    with pytest.raises(InputError, match=r"not a model folder"):
-        compare(tmp_path, threads=1, rounds=1)
-
-
-def test_a_worker_computes_what_its_engine_computes(small: Path, tmp_path: Path) -> None:
-    ids_BN = torch.tensor([[7, 8, 9, 10, 11], [1, 2, 3, 4, 5]])
-    expected = logits_of(MiniMoe(small, threads=1), "bucketed", ids_BN, prompt=3)
-    with open_worker("minimoe", small, threads=1) as worker:
-        assert worker.variants == list(MiniMoe.variants)
-        prompts, steps = ids_BN[:, :3].tolist(), ids_BN[:, 3:].T.tolist()
-        times = worker.run(Task("bucketed", prompts, steps, str(tmp_path / "logits.pt")))
-        assert 0 < times.prefill < 60
-        assert 0 < times.decode < 60
-        with pytest.raises(EngineFailed, match="ended with code 1"):
-            worker.run(Task("no such variant", [[7]], []))
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected)
 
 
 SPREADS = {
@@ -360,10 +169,10 @@ def test_a_bar_is_a_least_or_a_most() -> None:
     ]
 
 
-def test_what_stands_beside_speeds_is_measured(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stands_beside_speeds_is_measured(bench_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "ELBOW_ROUNDS", 4)
     monkeypatch.setattr(peers, "STEP_CONTEXT", 5)
-    found = peers.elbow(small, threads=1)
+    found = peers.elbow(bench_model, threads=1)
     assert [finding.work for finding in found] == [
         *(f"elbow, mean k {k}" for k in ("7.6", "6.0", "4.0")),
         "elbow rule",
@@ -373,33 +182,33 @@ def test_what_stands_beside_speeds_is_measured(small: Path, monkeypatch: pytest.
     slow = loading.Loading(load=1, first_token=9.0, baseline=1, peak=1, anonymous=7)
     fast = loading.Loading(load=0.1, first_token=0.75, baseline=1, peak=1, anonymous=1_250_000_000)
     monkeypatch.setattr(loading, "measure", lambda *_: ({"minimoe": [fast], "transformers": [slow]}, {}))
-    assert [(finding.against, finding.value, finding.met) for finding in peers.first_token(small, 1, 1, [])] == [
+    assert [(finding.against, finding.value, finding.met) for finding in peers.first_token(bench_model, 1, 1, [])] == [
         ("seconds", 0.75, True),
         ("GB that are no file's", 1.25, True),
         ("transformers", 12.0, True),
     ]
     monkeypatch.setattr(loading, "measure", lambda *_: ({}, {"minimoe": "minimoe: no memory"}))
     with pytest.raises(EngineFailed, match="no memory"):
-        peers.first_token(small, 1, 1, [])
+        peers.first_token(bench_model, 1, 1, [])
 
 
 @pytest.mark.parametrize(("options", "goes_on"), [([], True), (["--work", "prefill 512"], False)])
 def test_what_stands_beside_speeds_cannot_lose_them(
     options: list[str],
     goes_on: bool,
-    small: Path,
+    bench_model: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fails(*_: object) -> list[Finding]:
         raise EngineFailed("out of luck")
 
-    monkeypatch.setattr(peers, "default_folder", lambda *_: small)
+    monkeypatch.setattr(peers, "default_folder", lambda *_: bench_model)
     monkeypatch.setattr(peers, "write", lambda *_: None)
     limit = Spread.of([1.0])
     monkeypatch.setattr(peers, "measure", lambda *_: limits.Limits(limit, limit, limit))
     monkeypatch.setattr(
-        peers, "compare", lambda *_: peers.Comparison({"prefill 512": SPREADS}, {}, {"minimoe native": 0.0}, {})
+        peers, "compare", lambda *_: Comparison({"prefill 512": SPREADS}, {}, {"minimoe native": 0.0}, {})
     )
     monkeypatch.setattr(peers, "elbow", lambda *_: [Finding("elbow", "native", "pruned pairs", 0.95, 0.9)])
     monkeypatch.setattr(peers, "first_token", fails)
@@ -418,12 +227,6 @@ def test_the_limits_are_measured() -> None:
     limits.read_loop()(torch.ones(2**14 + 12, dtype=torch.int64), 1)
     limit = limits.measure(1, rounds=1, read_bytes=1 << 20, size=128)
     assert all(spread.median > 0 for spread in (limit.bandwidth, limit.float32, limit.bfloat16))
-
-
-def test_the_distance_is_relative_and_a_median() -> None:
-    b_PV = torch.tensor([[3.0, 4.0], [0.0, 2.0], [6.0, 8.0]])
-    a_PV = torch.tensor([[3.0, 4.5], [0.0, 2.0], [6.0, 88.0]])
-    assert distance(a_PV, b_PV) == pytest.approx(0.1)
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=20))
@@ -462,8 +265,8 @@ def test_counts_below_one_are_refused(text: str) -> None:
         report.at_least_one(text)
 
 
-def test_loading_in_a_child_measures_time_and_memory(small: Path) -> None:
-    loadings, skipped = loading.measure(small, threads=1, repeats=1, engines=["minimoe", "absent"])
+def test_loading_in_a_child_measures_time_and_memory(bench_model: Path) -> None:
+    loadings, skipped = loading.measure(bench_model, threads=1, repeats=1, engines=["minimoe", "absent"])
     (measured,) = loadings["minimoe"]
     assert 0 < measured.load < measured.first_token < 60
     assert 10e6 < measured.baseline <= measured.peak < 4e9
@@ -490,11 +293,11 @@ def test_the_anonymous_peak_outlives_what_made_it() -> None:
     assert before + 40_000_000 < peak.bytes < before + 200_000_000
 
 
-def test_commands_are_timed_to_their_end_and_must_do_their_work(small: Path) -> None:
+def test_commands_are_timed_to_their_end_and_must_do_their_work(bench_model: Path) -> None:
     (seconds,) = startup.measure([Command(("--help",), 1.0)], repeats=1).values()
     assert 0 < seconds.low <= seconds.high < 60
     assert seconds.count == 1  # the first run is not counted
-    generate = ("generate", "--model", str(small), "--max-new-tokens", "3", "--threads", "1", "--json")
+    generate = ("generate", "--model", str(bench_model), "--max-new-tokens", "3", "--threads", "1", "--json")
     with pytest.raises(CommandFailed, match=r"wrote [123] tokens"):
         wall_seconds(Command(generate, 1.0, new_tokens=4))
     with pytest.raises(CommandFailed, match="failed with code 2"):
@@ -508,8 +311,8 @@ def test_what_pruning_saves_is_set_against_what_it_promises() -> None:
     assert result == {"mean_k": 3.0, "promised": 0.25, "saved": pytest.approx(0.2), "kept": pytest.approx(0.8)}
 
 
-def test_the_pruning_benchmark_measures_every_k_of_the_rule(small: Path) -> None:
-    engine = load(small, router="elbow")
+def test_the_pruning_benchmark_measures_every_k_of_the_rule(bench_model: Path) -> None:
+    engine = load(bench_model, router="elbow")
     with torch.inference_mode():
         blocks = pruning.block_seconds(engine, rounds=2)
         assert list(blocks) == list(range(1, engine.config.top_k + 1))
@@ -520,15 +323,15 @@ def test_the_pruning_benchmark_measures_every_k_of_the_rule(small: Path) -> None
         assert float((parts * torch.arange(len(parts))).sum()) == pytest.approx(6.0, abs=0.1)
 
 
-def test_a_step_is_set_against_its_products(small: Path) -> None:
-    engine = load(small)
+def test_a_step_is_set_against_its_products(bench_model: Path) -> None:
+    engine = load(bench_model)
     measured = step.measure(engine, rounds=2, context=5)
     assert {spread.count for spread in measured.values()} == {2}
     assert all(0 < measured[f"{rule}_share"].median < 1 for rule in step.RULES)
 
 
-def test_the_products_of_a_step_are_all_there_are(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, read = load(small, backend="bucketed"), []
+def test_the_products_of_a_step_are_all_there_are(bench_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, read = load(bench_model, backend="bucketed"), []
     monkeypatch.setattr(engine.model.operations, "linears", lambda x_TA, weights: read.extend(map(id, weights)))
     with torch.inference_mode():
         step.products_alone(engine, step.random_routings(engine))

@@ -210,7 +210,7 @@ class Products {
         return chunk_rows(rows, columns_, sizeof(W), (most <= TOKENS ? 128 : 8) * threads);
     }
 
-    // Of all chunks; the i-th product has those from firsts_[i] on.
+    // Of all chunks. The i-th product has those from firsts_[i] on, which this fills in.
     int64_t number() {
         for (size_t i = 0; i < all_.size(); i++) firsts_[i + 1] = firsts_[i] + (all_[i].rows + chunk_ - 1) / chunk_;
         return firsts_.back();

@@ -33,7 +33,7 @@ struct Cached {
     int64_t positions, d;
     const W *next;  // or null
 
-    // Asks for the row that comes AHEAD after row s.
+    // Asks for the row that comes AHEAD after row s; where `next` has fewer rows, for what lies after them.
     void ask(int64_t s) const {
         const int64_t later = s + AHEAD / (d * int64_t(sizeof(W))) + 1 - positions;
         const W *const row = later < 0 ? rows + (positions + later) * d : next ? next + later * d : nullptr;

@@ -80,11 +80,12 @@ int64_t experts_of(const Experts &m, int threads) {
     const int64_t P = pairs.tokens.size();
     threads = worth(3 * m.I * m.D * sizeof(W) * P, threads);
     const int64_t x_width = room(m.D), h_width = room(m.I);
-    scratch.reserve((m.T * x_width + P * h_width) * sizeof(Packed<W>) + P * (2 * m.I + m.D) * sizeof(W));
+    // What experts put out takes the place of their gates and ups, which are done with by then.
+    const int64_t width = std::max(2 * m.I, m.D);
+    scratch.reserve((m.T * x_width + P * h_width) * sizeof(Packed<W>) + P * width * sizeof(W));
     Packed<W> *const x = scratch.take<Packed<W>>(m.T * x_width);
     Packed<W> *const h = scratch.take<Packed<W>>(P * h_width);
-    W *const gates = scratch.take<W>(P * m.I), *const ups = scratch.take<W>(P * m.I);
-    W *const outs = scratch.take<W>(P * m.D);
+    W *const outs = scratch.take<W>(P * width), *const gates = outs, *const ups = gates + P * m.I;
     std::vector<const Packed<W> *> inputs(P), hidden(P);
     for (int64_t p = 0; p < P; p++) inputs[p] = x + pairs.tokens[p] * x_width, hidden[p] = h + p * h_width;
     std::vector<Product<W>> in, out;

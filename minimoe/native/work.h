@@ -34,7 +34,7 @@ class Scratch {
     }
 
    private:
-    static constexpr size_t LINE = 64, PIECES = 5;
+    static constexpr size_t LINE = 64, PIECES = 3;
     std::vector<std::byte> room_;
     std::byte *next_ = nullptr;
 };
@@ -89,15 +89,15 @@ struct Pairs {
 // the last ones of others.
 class Shares {
    public:
-    Shares(int64_t items, int threads) : left_(threads) {
+    Shares(int64_t items, int threads) : threads_(threads), left_(threads * APART) {
         for (int64_t i = 0; i < threads; i++)
-            left_[i].range = range(items * i / threads, items * (i + 1) / threads);
+            left_[i * APART] = range(items * i / threads, items * (i + 1) / threads);
     }
 
     // The next item, or -1.
     int64_t take(int share) {
-        for (size_t i = 0; i < left_.size(); i++) {
-            std::atomic<uint64_t> &left = left_[(share + i) % left_.size()].range;
+        for (int i = 0; i < threads_; i++) {
+            std::atomic<uint64_t> &left = left_[(share + i) % threads_ * APART];
             uint64_t seen = left.load(std::memory_order_relaxed);
             for (int64_t first; (first = int64_t(seen & LOW)) < int64_t(seen >> 32);) {
                 const int64_t end = int64_t(seen >> 32);
@@ -110,13 +110,12 @@ class Shares {
 
    private:
     static constexpr uint64_t LOW = 0xffffffff;
-    struct alignas(64) Left {
-        std::atomic<uint64_t> range;
-    };
+    static constexpr int APART = 16;  // so that no two shares lie in one cache line, nor in a pair of them
     // From `first` on, before `end`.
     static uint64_t range(int64_t first, int64_t end) { return uint64_t(end) << 32 | uint64_t(first); }
 
-    std::vector<Left> left_;
+    int threads_;
+    std::vector<std::atomic<uint64_t>> left_;  // what is left of each share, every APART-th
 };
 
 }  // namespace
