@@ -4,8 +4,8 @@
     python bench/peers.py --layers 4 --work "decode 1,prefill 512"
     python bench/peers.py --model weights/tiny --work "decode 1"
 
-How the engines take turns stands in bench/comparison.py. Without --model and --work the table goes on to loading, to what
-elbow's pruning saves and the rule costs, and to the embedded model.
+How the engines take turns stands in bench/comparison.py. Without --model and --work the table goes on to loading, to
+what elbow's pruning saves and the rule costs, and to the embedded model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from bench.worker import ROOT, EngineFailed
 from minimoe.config import ModelConfig
 from minimoe.engine import load
 from minimoe.errors import InputError
-from minimoe.flops import pass_bytes
 
 WORKS = {
     "decode 1": Work(sequences=1, prompt=8, new=32),
@@ -50,11 +49,11 @@ BARS = {
     ("prefill 512", "llama.cpp"): 8.0,
     ("prefill 2048", "transformers"): 1.5,
 }
-LIMIT_BAR = 0.9  # of the read bandwidth, in decoding one sequence
 EMBEDDED_BARS = {("decode 1", "transformers"): 3.0}
 MAX_FIRST_TOKEN_SECONDS = 2.0
 ELBOW_ROUNDS = 100
 STEP_CONTEXT = 512  # tokens in the cache
+
 
 def ratios(speeds: Mapping[str, Spread]) -> dict[str, dict[str, float]]:
     """Of each of this engine's variants, its speed over that of each peer's fastest variant; above 1 is faster."""
@@ -70,14 +69,8 @@ def ratios(speeds: Mapping[str, Spread]) -> dict[str, dict[str, float]]:
     }
 
 
-def read_fraction(config: ModelConfig, tokens_per_byte: float) -> float:
-    """The part of the read bandwidth that decoding one sequence uses: its bytes of weights a token, times its pace."""
-    total = pass_bytes(config, experts_hit=config.num_layers * config.top_k, itemsize=2).total
-    return total * tokens_per_byte
-
-
-def findings(speeds: Speeds, paces: Speeds, config: ModelConfig) -> list[Finding]:
-    """How many times as fast this engine is as every peer in each work, and how near to what memory could deliver.
+def findings(speeds: Speeds, config: ModelConfig) -> list[Finding]:
+    """How many times as fast this engine is as every peer in each work.
 
     Bars are those of the first variant, the fastest, and of the two models that have any.
     """
@@ -88,9 +81,6 @@ def findings(speeds: Speeds, paces: Speeds, config: ModelConfig) -> list[Finding
         for place, (name, by_peer) in enumerate(ratios(spreads).items()):
             for peer, ratio in by_peer.items():
                 found.append(Finding(work, name, peer, ratio, bars.get((work, peer)) if place == 0 else None))
-            if work == "decode 1" and whole:
-                value = read_fraction(config, paces[work][name].median)
-                found.append(Finding(work, name, "read bandwidth", value, LIMIT_BAR if place == 0 else None))
     return found
 
 
@@ -113,7 +103,8 @@ def first_token(folder: Path, threads: int, repeats: int, engines: Sequence[str]
 
 
 def elbow(folder: Path, threads: int) -> list[Finding]:
-    """What pruned pairs save of what they promise, and what the rule, and all but the products, take of a step."""
+    """What pruned pairs save of what they promise, what the rule, and all but the products, take of a step, and how much
+    of the read bandwidth it uses."""
     engine = load(folder, router="elbow", threads=threads)
     _, savings = pruning.measure(engine, ELBOW_ROUNDS)
     found = [
@@ -121,11 +112,12 @@ def elbow(folder: Path, threads: int) -> list[Finding]:
         for of in savings.values()
     ]
     steps = step.measure(engine, ELBOW_ROUNDS // 2, STEP_CONTEXT)
+    read = Finding("decode 1", engine.backend, "read bandwidth", steps["read_share"].median, step.READ_BAR)
     shares = {
         "elbow rule": (steps["elbow_share"], step.RULE_BAR),
         "all but products": (steps["around_share"], step.AROUND_BAR),
     }
-    return found + [
+    return [read, *found] + [
         Finding(what, engine.backend, "decode step", spread.median, bar, at_most=True)
         for what, (spread, bar) in shares.items()
     ]
@@ -135,9 +127,9 @@ def embedded(threads: int, rounds: int, engines: Sequence[str]) -> list[Finding]
     """Decoding with the embedded model, beside transformers."""
     folder = ROOT / "weights" / "tiny"
     config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text("utf-8")))
-    speeds, paces, *_ = compare(folder, threads, rounds, {"decode 1": WORKS["decode 1"]}, engines)
+    speeds, *_ = compare(folder, threads, rounds, {"decode 1": WORKS["decode 1"]}, engines)
     best = max(spread.median for name, spread in speeds["decode 1"].items() if name.split()[0] == OURS)
-    found = [Finding("decode 1", OURS, "tokens/s", best), *findings(speeds, paces, config)]
+    found = [Finding("decode 1", OURS, "tokens/s", best), *findings(speeds, config)]
     return [replace(finding, work=f"embedded model, {finding.work}") for finding in found]
 
 
@@ -184,7 +176,7 @@ def main() -> None:
     except EngineFailed as error:
         sys.exit(str(error))
     config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text("utf-8")))
-    found = findings(speeds, paces, config)
+    found = findings(speeds, config)
     if arguments.model is None and arguments.work is None:
         pair = [engine for engine in (OURS, "transformers") if engine in engines and engine not in skipped]
         for name, part in {

@@ -4,7 +4,8 @@
 
 Whole steps (model, head and the choice of a token, as `generate` runs them) take turns with their products alone: the
 experts of each layer, and all other matrices in one call. What is left is norms, RoPE, attention over the cache, the
-rule, sampling and Python. The rule is timed inside the steps, where the processor's caches hold nothing of it.
+rule, sampling and Python. The rule is timed inside the steps, where the processor's caches hold nothing of it. The read
+bandwidth is measured right before and after each step, for it changes within seconds where a machine has other guests.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from typing import Any
 
 import torch
 
+from bench.limits import READ_BYTES, Reading
 from bench.report import Spread, at_least_one, machine, publish, table
 from bench.synthetic import DEFAULT_GATE_SCALE, DEFAULT_LAYERS, Recipe, default_folder, write
 from minimoe.cache import KVCache
 from minimoe.engine import Engine, load
 from minimoe.errors import InputError
+from minimoe.flops import pass_bytes
 from minimoe.model import Batch
 from minimoe.probe import Probe
 from minimoe.routers import Router
@@ -33,7 +36,8 @@ from minimoe.sampling import Sampler, Sampling
 
 AROUND_BAR = 0.08  # of a step
 RULE_BAR = 0.02  # of a step
-RULES = {"top_k": "", "elbow": f"{100 * RULE_BAR:.0f}"}  # and their bars in % of a step
+READ_BAR = 0.9  # of the read bandwidth
+RULES = {"top_k": "", "elbow": f"at most {100 * RULE_BAR:.0f}"}  # and their bars in % of a step
 
 
 class RuleTime(Probe):
@@ -82,28 +86,37 @@ def random_routings(engine: Engine) -> list[Routing]:
 
 
 def measure(engine: Engine, rounds: int, context: int) -> dict[str, Spread]:
-    """Seconds of whole steps by top-k and of their products, what is left as a share, and each rule's share."""
+    """Seconds of whole steps by top-k and of their products, what is left as a share, and each rule's share.
+
+    And the share of the read bandwidth that a step uses: its bytes of weights, over what could be read meanwhile.
+    """
     config, model = engine.config, engine.model
+    hit, size = config.num_layers * config.top_k, model.dtype.itemsize
+    weight_bytes = pass_bytes(config, experts_hit=hit, itemsize=size).total
+    reading = Reading(torch.get_num_threads(), READ_BYTES // 4)
     rules = {name: parse_router(name) for name in RULES}
     with torch.inference_mode():
         cache = KVCache(config, context + (len(rules) + 1) * (rounds + 1), model.dtype, model.device)
         # A prompt that uses every expert brings the pages of the file into this process.
         model.forward(Batch(torch.randint(config.vocab_size, (context,)), [context], [cache]), rules["top_k"])
         sampler = Sampler(Sampling(temperature=0))
-        steps, products = [], []
+        steps, products, reads = [], [], []
         shares: dict[str, list[float]] = {name: [] for name in rules}
         for turn in range(rounds + 1):
+            before = reading()
             step = whole_step(engine, rules["top_k"], cache, sampler)
+            readable_bytes = step * (before + reading()) / 2
             product = products_alone(engine, random_routings(engine))
             probes = {name: RuleTime() for name in rules}
             seconds = {name: whole_step(engine, rules[name], cache, sampler, probes[name]) for name in rules}
             if turn:
                 steps.append(step)
                 products.append(product)
+                reads.append(weight_bytes / readable_bytes)
                 for name, values in shares.items():
                     values.append(probes[name].seconds / seconds[name])
     around = [1 - product / step for step, product in zip(steps, products, strict=True)]
-    measured = {"step_seconds": steps, "product_seconds": products, "around_share": around}
+    measured = {"step_seconds": steps, "product_seconds": products, "around_share": around, "read_share": reads}
     measured |= {f"{name}_share": values for name, values in shares.items()}
     return {name: Spread.of(values) for name, values in measured.items()}
 
@@ -129,10 +142,11 @@ def main() -> None:
     rows = [
         ["whole step, ms", measured["step_seconds"].text(1e3), ""],
         ["its products alone, ms", measured["product_seconds"].text(1e3), ""],
-        ["all else, % of the step", measured["around_share"].text(100), f"{100 * AROUND_BAR:.0f}"],
+        ["all else, % of the step", measured["around_share"].text(100), f"at most {100 * AROUND_BAR:.0f}"],
+        ["read bandwidth used, %", measured["read_share"].text(100), f"at least {100 * READ_BAR:.0f}"],
         *([f"rule {name}, % of its step", measured[f"{name}_share"].text(100, 2), bar] for name, bar in RULES.items()),
     ]
-    text = f"{table(['one decode step', 'median', 'at most'], rows)}\n\n"
+    text = f"{table(['one decode step', 'median', 'bar'], rows)}\n\n"
     text += f"Model: {folder.name}, backend {engine.backend}, after {arguments.context} tokens."
     result: dict[str, Any] = {
         "machine": about,

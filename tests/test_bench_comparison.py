@@ -109,7 +109,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[FakeWorker]:
 
 
 def test_engines_take_turns_on_the_same_fresh_tokens(bench_model: Path, opened: list[FakeWorker]) -> None:
-    speeds, paces, errors, skipped = compare(bench_model, 1, rounds=3, works=WORKS, engines=("minimoe", "absent", "other"))
+    speeds, paces, errors, skipped = compare(
+        bench_model, 1, rounds=3, works=WORKS, engines=("minimoe", "absent", "other")
+    )
     assert skipped == {"absent": "absent: not installed"}
     assert set(errors.values()) == {0.0}
     assert [worker.engine for worker in opened] == ["minimoe", "other"]

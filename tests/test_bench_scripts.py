@@ -40,6 +40,7 @@ from minimoe.evaluate.tasks import TASKS
 from minimoe.model import Batch
 from minimoe.probe import RoutingRecorder
 
+
 def test_the_whole_model_has_the_published_shape() -> None:
     shapes = dict(tensor_shapes(ModelConfig.from_hf(OLMOE_1B_7B)))
     assert sum(math.prod(shape) for shape in shapes.values()) == 6_919_161_856
@@ -140,16 +141,12 @@ def test_the_ratio_is_to_the_fastest_variant_of_each_peer() -> None:
 def test_bars_are_for_the_fastest_backend_and_the_whole_models_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "BARS", {("decode 1", "one"): 2.5})
     config = Recipe(changes={"num_hidden_layers": 16}).config
-    # By hand: 16 layers of 8 experts of 3 x 2048 x 1024 and of 4 x 2048 x 2048 in attention, a head, 2 bytes each.
-    token_bytes = 2 * (16 * (8 * 3 * 2048 * 1024 + 4 * 2048 * 2048) + 50304 * 2048)
-    paces = {name: Spread(0.1 * spread.median / token_bytes, 0, 0, 1) for name, spread in SPREADS.items()}
-    found = peers.findings({"decode 1": SPREADS}, {"decode 1": paces}, config)
+    found = peers.findings({"decode 1": SPREADS}, config)
     by_name = {(f.engine.split()[1], f.against): (f.value, f.bar) for f in found}
     assert by_name["native", "one"] == (2.25, 2.5)
     assert by_name["bucketed", "one"] == (1.5, None)
     assert by_name["native", "two"] == (1.0, None)
-    assert by_name["native", "read bandwidth"] == (pytest.approx(0.9, rel=0.01), 0.9)
-    tiny = peers.findings({"decode 1": SPREADS}, {"decode 1": paces}, replace(config, hidden_size=256))
+    tiny = peers.findings({"decode 1": SPREADS}, replace(config, hidden_size=256))
     assert {f.against for f in tiny} == {"one", "two"}
 
 
@@ -174,11 +171,12 @@ def test_what_stands_beside_speeds_is_measured(bench_model: Path, monkeypatch: p
     monkeypatch.setattr(peers, "STEP_CONTEXT", 5)
     found = peers.elbow(bench_model, threads=1)
     assert [finding.work for finding in found] == [
+        "decode 1",
         *(f"elbow, mean k {k}" for k in ("7.6", "6.0", "4.0")),
         "elbow rule",
         "all but products",
     ]
-    assert [(finding.bar, finding.at_most) for finding in found] == [(0.9, False)] * 3 + [(0.02, True), (0.08, True)]
+    assert [(finding.bar, finding.at_most) for finding in found] == [(0.9, False)] * 4 + [(0.02, True), (0.08, True)]
     slow = loading.Loading(load=1, first_token=9.0, baseline=1, peak=1, anonymous=7)
     fast = loading.Loading(load=0.1, first_token=0.75, baseline=1, peak=1, anonymous=1_250_000_000)
     monkeypatch.setattr(loading, "measure", lambda *_: ({"minimoe": [fast], "transformers": [slow]}, {}))
@@ -323,8 +321,19 @@ def test_the_pruning_benchmark_measures_every_k_of_the_rule(bench_model: Path) -
         assert float((parts * torch.arange(len(parts))).sum()) == pytest.approx(6.0, abs=0.1)
 
 
-def test_a_step_is_set_against_its_products(bench_model: Path) -> None:
+def test_a_step_is_set_against_its_products_and_the_read_bandwidth(
+    bench_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = load(bench_model)
+    monkeypatch.setattr(step, "Reading", lambda *_: lambda: 5e9)
+    monkeypatch.setattr(step, "whole_step", lambda *_: 1e-3)
+    config = engine.config
+    D, I, V = config.hidden_size, config.intermediate_size, config.vocab_size
+    # By hand: 4 matrices of attention, the gate, 8 experts and norms in each of two layers, and the head.
+    weights = 2 * (4 * D * D + 4 * D + 64 * D + 8 * 3 * D * I) + D * V + D
+    measured = step.measure(engine, rounds=2, context=5)
+    assert measured["read_share"].median == pytest.approx(2 * weights / (1e-3 * 5e9))
+    monkeypatch.undo()
     measured = step.measure(engine, rounds=2, context=5)
     assert {spread.count for spread in measured.values()} == {2}
     assert all(0 < measured[f"{rule}_share"].median < 1 for rule in step.RULES)
