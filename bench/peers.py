@@ -103,8 +103,10 @@ def first_token(folder: Path, threads: int, repeats: int, engines: Sequence[str]
 
 
 def elbow(folder: Path, threads: int) -> list[Finding]:
-    """What pruned pairs save of what they promise, what the rule, and all but the products, take of a step, and how much
-    of the read bandwidth it uses."""
+    """What pruned pairs save of what they promise, and what the rule, and all but the products, take of a step.
+
+    And how much of the read bandwidth a step uses.
+    """
     engine = load(folder, router="elbow", threads=threads)
     _, savings = pruning.measure(engine, ELBOW_ROUNDS)
     found = [
