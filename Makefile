@@ -32,7 +32,7 @@ test-kernels:
 ASAN := build/asan
 test-asan: $(DEV)
 	rm -rf $(ASAN) && mkdir -p $(ASAN)
-	cp -r minimoe bench tests weights pyproject.toml $(ASAN)
+	cp -r minimoe tests weights pyproject.toml $(ASAN)
 	rm -f $(ASAN)/minimoe/native/_kernels*
 	for name in $(KERNELS); do \
 	    g++ -std=gnu++17 -O1 -g -fopenmp -fno-math-errno -fsanitize=address -fno-omit-frame-pointer -fPIC -c \

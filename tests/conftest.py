@@ -18,7 +18,6 @@ from command_line import Cli, Run
 from fixtures import SMALL, edit_json, write_checkpoint
 from hypothesis import HealthCheck, settings
 
-from bench.synthetic import Recipe, write
 from minimoe.cli import main
 
 # The shapes are tiny: a second thread would only wait for the first.
@@ -42,6 +41,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def bench_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small checkpoint as the benchmarks write it."""
+    from bench.synthetic import Recipe, write  # here, for the kernels' tests run without the benchmarks as well
+
     folder = tmp_path_factory.mktemp("synthetic") / "small"
     assert write(folder, Recipe(changes=SMALL))
     return folder

@@ -95,7 +95,10 @@ void minimoe_prefix(int set, int dtype, int threads, int64_t T, int64_t E, int64
     std::vector<float> sorted(T * E);
     std::vector<int64_t> ranked(T * E);
     minimoe_rank(set, dtype, threads, T, E, logits, sorted.data(), ranked.data());
-    elbow ? minimoe_elbow(T, E, sorted.data(), k) : void(std::fill_n(k, T, K));
+    if (elbow)
+        minimoe_elbow(T, E, sorted.data(), k);
+    else
+        std::fill_n(k, T, K);
     for (int64_t t = 0; t < T; t++) k[t] = std::clamp(k[t], floor, K);
     minimoe_keep(T, E, K, sorted.data(), ranked.data(), k, experts, weights);
 }
