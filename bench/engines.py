@@ -78,6 +78,8 @@ class MiniMoe(BenchEngine):
         ids_BN = torch.tensor(ids_BN)
         B, N = ids_BN.shape
         phase: Phase = "decode" if self._caches[0].length and N == 1 else "prefill"
+        if phase == "decode" and self._engine.decoder:  # as `generate` runs it
+            return self._engine.decoder.step(ids_BN[:, 0], self._caches)
         batch = Batch(ids_BN.flatten(), [N] * B, self._caches, phase)
         hidden_TD = self._engine.model.forward(batch, self._engine.router)
         return self._engine.model.head(hidden_TD[batch.last_rows])

@@ -32,7 +32,7 @@ from bench.synthetic import OLMOE_1B_7B
 from minimoe.cache import KVCache
 from minimoe.checkpoint import tensor_shapes
 from minimoe.config import ModelConfig
-from minimoe.decoding import Decoder
+from minimoe.decoding.graphs import GraphDecoder
 from minimoe.experts import ExpertWeights, find_backend
 from minimoe.flops import head_flops, layer_flops, pass_bytes
 from minimoe.model import Batch, Olmoe
@@ -195,8 +195,8 @@ class Bench:
         model.forward(Batch(self.ids(sum(lengths)), lengths, caches), router)
         return caches
 
-    def decoder(self, router: Router) -> Decoder:
-        made = Decoder.of(self.model, router)
+    def decoder(self, router: Router) -> GraphDecoder:
+        made = GraphDecoder.of(self.model, router)
         assert made is not None, router
         return made
 

@@ -4,8 +4,9 @@
 
 Whole steps (model, head and the choice of a token, as `generate` runs them) take turns with their products alone: the
 experts of each layer, and all other matrices in one call. What is left is norms, RoPE, attention over the cache, the
-rule, sampling and Python. The rule is timed inside the steps, where the processor's caches hold nothing of it. The read
-bandwidth is measured right before and after each step, for it changes within seconds where a machine has other guests.
+rule, sampling and Python. The rule is timed inside steps in which Python asks it, as it does for most rules: its share
+is largest there, and the processor's caches hold nothing of it. The read bandwidth is measured right before and after
+each step, for it changes within seconds where a machine has other guests.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bench.limits import READ_BYTES, Reading
 from bench.report import Spread, at_least_one, machine, publish, table
@@ -37,6 +39,7 @@ from minimoe.sampling import Sampler, Sampling
 AROUND_BAR = 0.08  # of a step
 RULE_BAR = 0.02  # of a step
 READ_BAR = 0.9  # of the read bandwidth
+Step = Callable[[Tensor, KVCache], Tensor]  # from a token's id and the cache, which it extends, to logits [1, V]
 RULES = {"top_k": "", "elbow": f"at most {100 * RULE_BAR:.0f}"}  # and their bars in % of a step
 
 
@@ -54,12 +57,25 @@ class RuleTime(Probe):
             self.seconds += time.perf_counter() - start
 
 
-def whole_step(engine: Engine, router: Router, cache: KVCache, sampler: Sampler, probe: Probe | None = None) -> float:
+def as_generated(engine: Engine, router: Router) -> Step:
+    """A step as `generate` makes it: without Python in it where backend and rule allow that."""
+    decoder = engine.decoder_for(router)
+    if decoder is None:
+        return asking(engine, router)
+    return lambda ids_1, cache: decoder.step(ids_1, [cache])
+
+
+def asking(engine: Engine, router: Router, probe: Probe | None = None) -> Step:
+    """A step in which Python asks the rule."""
+    model = engine.model
+    return lambda ids_1, cache: model.head(model.forward(Batch(ids_1, [1], [cache], "decode"), router, probe))
+
+
+def whole_step(step: Step, engine: Engine, cache: KVCache, sampler: Sampler) -> float:
     """Seconds from a random token to the choice of the next one."""
     ids_1 = torch.randint(engine.config.vocab_size, (1,))
     start = time.perf_counter()
-    hidden_1D = engine.model.forward(Batch(ids_1, [1], [cache], "decode"), router, probe)
-    sampler.choose(engine.model.head(hidden_1D)[0], (), step=cache.length)
+    sampler.choose(step(ids_1, cache)[0], (), step=cache.length)
     return time.perf_counter() - start
 
 
@@ -99,16 +115,19 @@ def measure(engine: Engine, rounds: int, context: int) -> dict[str, Spread]:
         cache = KVCache(config, context + (len(rules) + 1) * (rounds + 1), model.dtype, model.device)
         # A prompt that uses every expert brings the pages of the file into this process.
         model.forward(Batch(torch.randint(config.vocab_size, (context,)), [context], [cache]), rules["top_k"])
-        sampler = Sampler(Sampling(temperature=0))
+        sampler, generated = Sampler(Sampling(temperature=0)), as_generated(engine, rules["top_k"])
         steps, products, reads = [], [], []
         shares: dict[str, list[float]] = {name: [] for name in rules}
         for turn in range(rounds + 1):
             before = reading()
-            step = whole_step(engine, rules["top_k"], cache, sampler)
+            step = whole_step(generated, engine, cache, sampler)
             readable_bytes = step * (before + reading()) / 2
             product = products_alone(engine, random_routings(engine))
             probes = {name: RuleTime() for name in rules}
-            seconds = {name: whole_step(engine, rules[name], cache, sampler, probes[name]) for name in rules}
+            seconds = {
+                name: whole_step(asking(engine, rule, probes[name]), engine, cache, sampler)
+                for name, rule in rules.items()
+            }
             if turn:
                 steps.append(step)
                 products.append(product)

@@ -90,8 +90,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arm:
-    """One configuration under test: a rule and a model with a backend, what to call them, and the decode steps that
-    need no host, if it has them."""
+    """One configuration under test: a rule and a model with a backend, what to call them, and the decode steps
+    without Python in them, if it has some."""
 
     router: str
     backend: str

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,6 +16,7 @@ from minimoe.cache import cache_bytes
 from minimoe.chat import Chat
 from minimoe.checkpoint import read_checkpoint
 from minimoe.config import ModelConfig
+from minimoe.decoding import Decoder, find_decoder
 from minimoe.errors import InputError, shown
 from minimoe.experts import default_backend, find_backend
 from minimoe.generation import Batcher, Generation, Request, Stream
@@ -32,9 +33,6 @@ from minimoe.routers.spec import parse_router
 from minimoe.sampling import Sampling
 from minimoe.scoring import Score, cut, score
 from minimoe.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from minimoe.decoding import Decoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_MODEL = "tiny"
@@ -88,15 +86,8 @@ class Engine:
         return self._decoder
 
     def decoder_for(self, router: Router) -> Decoder | None:
-        """Decode steps without the host in them; None where it has to take part.
-
-        That is with every backend but triton, and with all but some rules; see minimoe.triton.routing.
-        """
-        if self.backend != "triton":
-            return None
-        from minimoe.decoding import Decoder  # needs triton
-
-        return Decoder.of(self.model, router)
+        """Decode steps without Python in them; None where the rule has to be asked. See minimoe.decoding."""
+        return find_decoder(self.model, router, self.backend)
 
     def uncaptured(self, router: Router) -> tuple[str, ...]:
         """A sentence, if the backend could decode without the host, and only this rule needs it."""

@@ -12,6 +12,11 @@ class NumericalError(ArithmeticError):
     """The model produced a number that is not finite; the message names where. Exit code 1 on the command line."""
 
 
+def router_error(layer: int) -> NumericalError:
+    """What is raised for router logits that are not finite."""
+    return NumericalError(f"layer {layer}: the router logits are not finite; the weights or the inputs are broken.")
+
+
 def shown(value: object, longest: int = 60) -> str:
     """A value as it stands in a sentence: its repr, cut where it is long; never an error of its own."""
     try:

@@ -136,7 +136,7 @@ class Batcher:
         model, tokenizer, router: the engine's.
         eos_ids: tokens that end a text.
         probe: sees every pass, or None.
-        decoder: decode steps without the host in them, for this model and rule, or None. They have no spans: under a
+        decoder: decode steps without Python in them, for this model and rule, or None. They have no spans: under a
             probe that needs some every pass is the model's own.
         max_batch, prefill_tokens: limits of one pass.
     """
@@ -238,7 +238,7 @@ class Batcher:
             self._choose([active for active, _ in done], logits_SV)
 
     def _step(self, alive: Sequence[_Active], decoder: Decoder) -> None:
-        """A decode step without the host in it."""
+        """A decode step without Python in it."""
         work = [(active, active.tokens[-1:]) for active in alive]
         ids_B = torch.tensor([token for _, (token,) in work])
         recorder, probe = self._recorder(work)

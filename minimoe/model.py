@@ -22,7 +22,7 @@ from torch import Tensor
 
 from minimoe.cache import KVCache
 from minimoe.config import ModelConfig
-from minimoe.errors import NumericalError
+from minimoe.errors import router_error
 from minimoe.experts import Backend, ExpertWeights
 from minimoe.operations import Attention, Gate
 from minimoe.probe import Phase, Probe
@@ -61,7 +61,7 @@ class Pass(ABC):
     """What one run through the layers does with its tokens wherever it is no matter of weights.
 
     There are two: `Olmoe.forward` has one with the host in the loop, for sequences of any lengths and every rule, and
-    minimoe.decoding one for decode steps in which the device decides everything.
+    minimoe.decoding.graphs one for decode steps in which the device decides everything.
 
     Attributes:
         ids_T: int64 token ids.
@@ -250,8 +250,3 @@ class _HostPass(Pass):
 
     def route(self, layer: int, logits_TE: Tensor) -> Routing:
         return decide(self._router, logits_TE, self._contexts[layer])
-
-
-def router_error(layer: int) -> NumericalError:
-    """What is raised for router logits that are not finite."""
-    return NumericalError(f"layer {layer}: the router logits are not finite; the weights or the inputs are broken.")

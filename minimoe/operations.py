@@ -160,19 +160,23 @@ class Operations:
 
 
 class NativeOperations(Operations):
-    """By the kernels of one instruction set: float32 and bfloat16 on the CPU, without gradients."""
+    """By the kernels of one instruction set: float32 and bfloat16 on the CPU, without gradients.
+
+    Attributes:
+        kernels: those.
+    """
 
     def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
+        self.kernels = kernels
 
     def linear(self, x_TA: Tensor, weight_BA: Tensor) -> Tensor:
-        return self._kernels.linears(x_TA, [weight_BA])[0]
+        return self.kernels.linears(x_TA, [weight_BA])[0]
 
     def linears(self, x_TA: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-        return self._kernels.linears(x_TA, weights)
+        return self.kernels.linears(x_TA, weights)
 
     def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        return self._kernels.norm(x_TD, weight_D, eps)
+        return self.kernels.norm(x_TD, weight_D, eps)
 
     def sequences(
         self, new: Sequence[int], caches: Sequence[KVCache] | None, rotation: tuple[Tensor, Tensor]
@@ -186,16 +190,16 @@ class NativeOperations(Operations):
     def attention(self, of: Attention, x_TD: Tensor, sequences: Sequences) -> Tensor:
         if sequences.steps is None:
             return super().attention(of, x_TD, sequences)
-        return self._kernels.attention(x_TD, of.places, sequences.steps)
+        return self.kernels.attention(x_TD, of.places, sequences.steps)
 
     def attended(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sequences: Sequences) -> Tensor:
-        return _attend_each(self._kernels.attend, layer, q_THd, k_TGd, v_TGd, sequences)
+        return _attend_each(self.kernels.attend, layer, q_THd, k_TGd, v_TGd, sequences)
 
     def finite(self, x_TE: Tensor) -> bool:
-        return self._kernels.finite(x_TE)
+        return self.kernels.finite(x_TE)
 
     def gate(self, of: Gate, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        return self._kernels.gate(x_TD, of.places)
+        return self.kernels.gate(x_TD, of.places)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -19,7 +19,7 @@ class Probe:
 
     @property
     def needs_spans(self) -> bool:
-        """Whether it overrides `span`. Decode steps without the host in them (minimoe.decoding) have none to see, and
+        """Whether it overrides `span`. Decode steps without Python in them (minimoe.decoding) have none to see, and
         tell of their routings when they are over; under a probe that needs spans they are not used."""
         return type(self).span is not Probe.span
 

@@ -31,7 +31,7 @@ from tests.fixtures import edit_json, write_checkpoint
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
-decoding = importlib.import_module("minimoe.decoding")
+decoding = importlib.import_module("minimoe.decoding.graphs")
 GridExecutor = importlib.import_module("triton.runtime.interpreter").GridExecutor
 attention, pairs = (importlib.import_module(f"minimoe.triton.{name}") for name in ("attention", "pairs"))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from minimoe.model import Batch
 from minimoe.probe import Probe
 from minimoe.routers import Router, RouterContext
 from minimoe.routing import Routing
+from minimoe.sampling import Sampler
 
 PROMPTS = ["Once upon a time", "", "   ", "What is the answer?", "é🙂한", "The fox and the owl were friends, and"]
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -140,17 +141,26 @@ def test_routing_covers_every_token_that_was_run(engine: Engine) -> None:
     assert engine.generate("The fox", max_new_tokens=1, routing=False).routing is None
 
 
-def logit_bias(engine: Engine, monkeypatch: pytest.MonkeyPatch, *tokens: int) -> None:
+def meddle(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], None]) -> None:
+    """Change the logits of every new token before it is chosen."""
+    choose = Sampler.choose
+
+    def changed(self: Sampler, logits_V: torch.Tensor, history: Sequence[int], step: int) -> int:
+        change(logits_V)
+        return choose(self, logits_V, history, step)
+
+    monkeypatch.setattr(Sampler, "choose", changed)
+
+
+def logit_bias(monkeypatch: pytest.MonkeyPatch, *tokens: int) -> None:
     """Make the model write these tokens one after the other, whatever it thinks."""
-    queue, head = list(tokens), engine.model.head
+    queue = list(tokens)
 
-    def biased(hidden: torch.Tensor, probe: Probe | None = None) -> torch.Tensor:
-        logits = head(hidden, probe)
+    def bias(logits_V: torch.Tensor) -> None:
         if queue:
-            logits[:, queue.pop(0)] = 1e4
-        return logits
+            logits_V[queue.pop(0)] = 1e4
 
-    monkeypatch.setattr(engine.model, "head", biased)
+    meddle(monkeypatch, bias)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +175,7 @@ def test_any_eos_id_ends_the_text(
     (folder / "generation_config.json").write_text("{}")
     edit_json(folder / "generation_config.json", {"eos_token_id": in_generation})
     engine = minimoe.load(folder)
-    logit_bias(engine, monkeypatch, 40, 41, written)
+    logit_bias(monkeypatch, 40, 41, written)
     result = engine.generate("Once", max_new_tokens=10, temperature=0)
     assert result.tokens == [40, 41, written]
     assert result.finish_reason == "eos"
@@ -173,7 +183,7 @@ def test_any_eos_id_ends_the_text(
 
 
 def test_without_eos_the_text_goes_on(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    logit_bias(engine, monkeypatch, 40, 41, 42)
+    logit_bias(monkeypatch, 40, 41, 42)
     result = engine.generate("Once", max_new_tokens=3, temperature=0)
     assert (result.tokens, result.finish_reason) == ([40, 41, 42], "length")
 
@@ -271,13 +281,13 @@ def test_bad_arguments_are_named(engine: Engine, arguments: dict[str, Any], says
 
 
 def test_logits_that_are_not_finite_name_the_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    head, calls = engine.model.head, []
+    calls = []
 
-    def broken(hidden: torch.Tensor, probe: Probe | None = None) -> torch.Tensor:
+    def break_third(logits_V: torch.Tensor) -> None:
         calls.append(1)
-        return head(hidden, probe) * (math.nan if len(calls) == 3 else 1)
+        logits_V[7] = math.nan if len(calls) == 3 else 0
 
-    monkeypatch.setattr(engine.model, "head", broken)
+    meddle(monkeypatch, break_third)
     with pytest.raises(NumericalError, match="token 2"):
         engine.generate("Once", max_new_tokens=5)
 

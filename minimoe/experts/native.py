@@ -33,6 +33,9 @@ class Native:
 class NativeExperts(Experts):
     """One call for all live experts of all tokens.
 
+    Attributes:
+        places: of the weights.
+
     Raises:
         InputError: weights in a dtype or on a device that the kernels do not run.
     """
@@ -46,7 +49,7 @@ class NativeExperts(Experts):
                 f"{sample.device.type}; choose --backend bucketed."
             )
         self._kernels = kernels
-        self._places = ExpertPlaces(weights.gate_EID, weights.up_EID, weights.down_EDI)
+        self.places = ExpertPlaces(weights.gate_EID, weights.up_EID, weights.down_EDI)
 
     def run(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        return self._kernels.experts(x_TD, self._places, routing)[0]
+        return self._kernels.experts(x_TD, self.places, routing)[0]

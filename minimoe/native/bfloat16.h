@@ -50,5 +50,11 @@ inline float gated(float gate, float up) {
     return rounded<W>(rounded<W>(gate / (1.0f + std::exp(-gate))) * rounded<W>(up));
 }
 
+// y[i] = x[i] + y[i] for i < n.
+template <class W>
+inline void add(const W *x, int64_t n, W *y) {
+    for (int64_t i = 0; i < n; i++) y[i] = narrow<W>(widen(x[i]) + widen(y[i]));
+}
+
 }  // namespace
 }  // namespace minimoe

@@ -34,11 +34,6 @@ const int COUNT = sizeof SETS / sizeof SETS[0];
 constexpr double EPSILON = 1e-12;  // in the height of a curve
 
 template <class W>
-void add(const W *x, int64_t n, W *y) {
-    for (int64_t i = 0; i < n; i++) y[i] = narrow<W>(widen(x[i]) + widen(y[i]));
-}
-
-template <class W>
 bool finite(const W *x, int64_t n) {
     return std::all_of(x, x + n, [](W value) { return std::isfinite(widen(value)); });
 }

@@ -31,6 +31,29 @@ struct StepPlaces {
     const int64_t *lengths, *rooms;
 };
 
+struct ModelPlaces {
+    int64_t dtype, layers, D, V, E;
+    float eps;
+    const void *embed, *norm, *head;
+    const AttentionPlaces *const *attention;
+    const GatePlaces *const *gates;
+    const ExpertPlaces *const *experts;
+};
+
+// A rule that ranks and counts, see minimoe_prefix.
+struct PrefixRule {
+    int64_t floor, K, elbow;
+};
+
+// What a decode step of T sequences leaves behind.
+struct StepResults {
+    int64_t *experts;     // [layers, T, K]
+    float *weights;       // [layers, T, K]
+    int64_t *k;           // [layers, T]
+    void *router_logits;  // [layers, T, E]
+    void *logits;         // [T, V]
+};
+
 }  // namespace minimoe
 
 extern "C" {
@@ -57,4 +80,6 @@ void minimoe_attend(int set, int dtype, int threads, int64_t N, int64_t S, int64
                     int64_t position, int64_t head, const void *q, const void *k, const void *v, void *y);
 int minimoe_attention(int set, int threads, const minimoe::AttentionPlaces *of, const minimoe::StepPlaces *at,
                       const void *x, void *y);
+int64_t minimoe_decode(int set, int threads, const minimoe::ModelPlaces *of, const minimoe::StepPlaces *at,
+                       const minimoe::PrefixRule *rule, const int64_t *ids, const minimoe::StepResults *into);
 }

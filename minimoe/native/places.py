@@ -5,18 +5,21 @@ the processor's caches. Whoever makes one keeps the tensors alive, in the memory
 to, but not be given other storage.
 
 Shape letters: T tokens, D hidden, E experts, I expert intermediate; H heads, G kv heads, d head size, L layers,
-C room of a cache.
+C room of a cache; V vocabulary, K slots of a routing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import Array, Structure, addressof, c_float, c_int64, c_void_p
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+Count = Literal["all", "elbow"]
 
 
 class ExpertPlaces(Structure):
@@ -134,6 +137,80 @@ class StepPlaces(Structure):
         super().__init__(T, cos_T1d.data_ptr(), sin_T1d.data_ptr(), *tables)
 
 
+class ModelPlaces(Structure):
+    """A whole model: what lies around its layers, and the places of each layer.
+
+    Args:
+        embed_VD, norm_D, head_VD: the embedding, the last norm and the head.
+        eps: of the last norm.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together, or tensors of a kind that the kernels do not read.
+    """
+
+    _fields_ = [
+        *((name, c_int64) for name in ("type", "layers", "D", "V", "E")),
+        ("eps", c_float),
+        *((name, c_void_p) for name in ("embed_at", "norm_at", "head_at", "attention_at", "gates_at", "experts_at")),
+    ]
+
+    def __init__(
+        self,
+        embed_VD: Tensor,
+        attention: Sequence[AttentionPlaces],
+        gates: Sequence[GatePlaces],
+        experts: Sequence[ExpertPlaces],
+        norm_D: Tensor,
+        head_VD: Tensor,
+        eps: float,
+    ) -> None:
+        V, D = embed_VD.shape
+        E = gates[0].E
+        self.dtype, self.G, self.d = dtype_of(embed_VD, norm_D, head_VD), attention[0].G, attention[0].d
+        alike = all(of.dtype is self.dtype and D == of.D for of in (*attention, *gates, *experts))
+        counted = len(attention) == len(gates) == len(experts) and all(of.E == E for of in (*gates, *experts))
+        heads = all((of.layer, of.G, of.d) == (layer, self.G, self.d) for layer, of in enumerate(attention))
+        if not (alike and counted and heads) or head_VD.shape != (V, D) or norm_D.shape != (D,):
+            raise ValueError("the layers of a model, its embedding and its head do not fit together")
+        self.parts = [*attention, *gates, *experts]  # which their tables point to
+        self.tables = [(c_void_p * len(of))(*_at(*of)) for of in (attention, gates, experts)]
+        ends = (tensor.data_ptr() for tensor in (embed_VD, norm_D, head_VD))
+        super().__init__(DTYPES[self.dtype], len(gates), D, V, E, eps, *ends, *_at(*self.tables))
+
+
+class PrefixRule(Structure):
+    """A rule that ranks a token's experts and counts: from `floor` to K of the best.
+
+    Args:
+        count: "elbow", the elbow of the sorted probabilities, or "all": K.
+
+    Raises:
+        ValueError: no count from `floor` to K.
+    """
+
+    _fields_ = [*((name, c_int64) for name in ("floor", "K", "elbow"))]
+
+    def __init__(self, count: Count, floor: int, K: int) -> None:
+        if not 0 <= floor <= K:
+            raise ValueError(f"from {floor} to {K} experts cannot be kept")
+        super().__init__(floor, K, count == "elbow")
+
+
+class StepResults(Structure):
+    """Where a decode step writes: the routing of L layers, its logits [L, T, E], and the logits [T, V]."""
+
+    _fields_ = [*((name, c_void_p) for name in ("experts_at", "weights_at", "k_at", "router_at", "logits_at"))]
+
+    def __init__(self, places: ModelPlaces, rule: PrefixRule, tokens: int) -> None:
+        L, T, E, K = places.layers, tokens, places.E, rule.K
+        self.experts_LTK = torch.empty(L, T, K, dtype=torch.int64)
+        self.weights_LTK, self.k_LT = torch.empty(L, T, K), torch.empty(L, T, dtype=torch.int64)
+        self.router_LTE = torch.empty(L, T, E, dtype=places.dtype)
+        self.logits_TV = torch.empty(T, places.V, dtype=places.dtype)
+        written = (self.experts_LTK, self.weights_LTK, self.k_LT, self.router_LTE, self.logits_TV)
+        super().__init__(*[tensor.data_ptr() for tensor in written])
+
+
 def addresses(tensors: Sequence[Tensor]) -> Array[c_void_p]:
     """Where each tensor begins."""
     return (c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
@@ -156,5 +233,5 @@ def dtype_of(*tensors: Tensor) -> torch.dtype:
     return dtype
 
 
-def _at(*tables: Array[c_void_p] | Array[c_int64]) -> list[int]:
+def _at(*tables: Array[c_void_p] | Array[c_int64] | Structure) -> list[int]:
     return [addressof(table) for table in tables]

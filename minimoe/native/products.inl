@@ -99,6 +99,8 @@ inline void dots(const W *w, int64_t stride, const Packed<W> *const *x, int64_t 
     constexpr int64_t LINE = 64 / sizeof(W);
     Floats sums[R * N] = {};
     const int64_t whole = n_places / STEP * STEP;
+    // Twice as long a body: how fast a row streams hung by a tenth on where in a cache line the short one began.
+#pragma GCC unroll 2
     for (int64_t i = from; i < from + whole; i += STEP) {
         for (int64_t ask = 0; ask < ASKED * STEP; ask += LINE) __builtin_prefetch(next + i * ASKED + ask, 0, 2);
         add_block<W, R, N>(w + i, stride, x, i, sums);
@@ -138,9 +140,12 @@ void tile(const W *w, int64_t rows, int64_t columns, const Packed<W> *const *x, 
           float *out) {
     std::fill(out, out + rows * TOKENS, 0.0f);
     if (pass == 0) {
-        constexpr int FRESH = N == 1 ? SINGLE : R;
+        constexpr int FRESH = N <= 2 ? SINGLE : R;
         for (int64_t row = 0; row < rows; row += FRESH) {
-            const W *const after = row + 2 * FRESH <= rows ? w + (row + FRESH) * columns : next;
+            // Rows one after the other are one stream, which the processor foresees better than it can be told.
+            const W *const after = FRESH == 1                 ? nullptr
+                                   : row + 2 * FRESH <= rows ? w + (row + FRESH) * columns
+                                                              : next;
             const auto some = after ? strip<W, FRESH, N, FRESH> : strip<W, FRESH, N, 0>;
             for (int64_t from = 0; from < columns; from += SPAN)
                 some(w + row * columns, std::min<int64_t>(FRESH, rows - row), columns, x, from, after,

@@ -2,8 +2,8 @@
 // - KERNELS, the table's name, and SUPPORTED,
 // - WIDTH, floats in a vector,
 // - ROWS, rows of a weight that are multiplied with four tokens at a time,
-// - SINGLE, rows that are read from memory at a time for one token: one by one they stream best, but a row alone waits for
-//   its own sum, which only PAIRS keep short,
+// - SINGLE, rows that are read from memory at a time for one token or two: one by one they stream best, but a row alone
+//   waits for its own sum, which only PAIRS keep short,
 // - FUSED: a * b + sum, rounded once. Left to a compiler, products would be fused for some shapes of a tile and not for
 //   others,
 // - and, if the set has it, PAIRS: adds to each float of a vector the products of two pairs of bfloat16.

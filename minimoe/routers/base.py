@@ -166,6 +166,13 @@ class PrefixRouter(Router):
         """The most experts that this rule gives a token: the width of its Routing."""
         return context.top_k if self.cap is None else self.cap
 
+    def settled(self, top_k: int, norm_topk_prob: bool) -> tuple[int, Renorm]:
+        """The limit, and what kept weights sum to ("none", "kept" or "topk"), in a model with these settings: of a rule
+        whose limit hangs on no token or layer."""
+        nobody = torch.empty(0, dtype=torch.int64)
+        context = RouterContext(0, "decode", nobody, nobody, nobody, top_k, norm_topk_prob)
+        return self.limit(context), self._renorm(context)
+
     def route(self, logits_TE: Tensor, context: RouterContext) -> Routing:
         """Rank, count, cut.
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minimoe.curve import EPSILON
-from minimoe.routers import Elbow, GapRatio, MaxGap, MinP, PrefixRouter, Router, RouterContext, Threshold, TopK, TopP
+from minimoe.routers import Elbow, GapRatio, MaxGap, MinP, PrefixRouter, Router, Threshold, TopK, TopP
 from minimoe.routers.gap_ratio import EPSILON as RATIO_EPSILON
 from minimoe.routing import Routing
 
@@ -88,11 +88,9 @@ def on_device(rule: Router, top_k: int, num_experts: int, norm_topk_prob: bool) 
     if type(rule) not in _COUNTS or (isinstance(rule, Elbow) and rule.method != "argmax"):
         return None
     assert isinstance(rule, PrefixRouter)
-    nobody = torch.empty(0, dtype=torch.int64)
-    limit = rule.limit(RouterContext(0, "decode", nobody, nobody, nobody, top_k, norm_topk_prob))
+    limit, mass = rule.settled(top_k, norm_topk_prob)
     if not rule.floor <= limit <= num_experts:
         return None  # which the rule itself refuses, with a sentence
-    mass = ("kept" if norm_topk_prob else "none") if rule.renorm == "model" else rule.renorm
     return DeviceRule(*_COUNTS[type(rule)](rule, num_experts), rule.floor, limit, mass, top_k)
 
 

@@ -1,4 +1,4 @@
-"""Decode steps in which the host decides nothing: one token of each of B sequences, from ids to logits.
+"""Decode steps on a device in which the host decides nothing: one token of each of B sequences, from ids to logits.
 
 Every shape is fixed, what is routed and how long the caches are stays on the device, and inputs and outputs lie at
 fixed places, so that a CUDA graph can replay the whole step. The same code runs without a graph on any device that the
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from minimoe.cache import KVCache
-from minimoe.model import Olmoe, Pass, router_error
+from minimoe.decoding.base import Decoder, Routings
+from minimoe.errors import router_error
+from minimoe.model import Olmoe, Pass
 from minimoe.operations import Attention
 from minimoe.probe import Probe
 from minimoe.routers import Router
@@ -24,58 +26,36 @@ from minimoe.triton.attention import attend_one_each, cache_table
 from minimoe.triton.routing import DeviceRule, on_device
 
 
-class Decoder:
+class GraphDecoder(Decoder):
     """Steps of any number of sequences; those of each number are made when it first comes.
 
-    Steps lie at fixed places, so one thread at a time may run them.
+    Steps lie at fixed places, so one thread at a time may run them, and logits are overwritten by the next step of as
+    many sequences.
 
     Attributes:
-        router: the rule they are for.
         step_of: the steps there are, by number of sequences: no more than a batch may have.
     """
 
     def __init__(self, model: Olmoe, router: Router, rule: DeviceRule) -> None:
-        self.router = router
+        super().__init__(router)
         self.step_of: dict[int, DecodeStep] = {}
         self._model, self._rule = model, rule
 
     @classmethod
-    def of(cls, model: Olmoe, router: Router) -> Decoder | None:
+    def of(cls, model: Olmoe, router: Router) -> GraphDecoder | None:
         """The steps of a model with the triton backend, or None if the rule has to be asked on the host."""
         config = model.config
         rule = on_device(router, config.top_k, config.num_experts, config.norm_topk_prob)
         return None if rule is None else cls(model, router, rule)
 
-    @torch.inference_mode()
-    def step(self, ids_B: Tensor, caches: Sequence[KVCache], probe: Probe | None = None) -> Tensor:
-        """Run one token of each sequence and extend the caches; what is refused leaves them as they were.
-
-        Args:
-            ids_B: int64.
-            caches: of B different sequences.
-            probe: is told of everything but spans, which a replay has none of.
-
-        Returns:
-            logits [B, V] that follow the tokens, overwritten by the next step of as many.
-
-        Raises:
-            NumericalError: router logits that are not finite; names the layer.
-            IndexError: a cache has no room; the caller reserves it.
-        """
-        probe, B = probe or Probe(), len(caches)
+    def run(self, ids_B: Tensor, caches: Sequence[KVCache], tell: bool) -> tuple[Tensor, Routings]:
+        B = len(caches)
         if B not in self.step_of:
             self.step_of[B] = DecodeStep(self._model, self._rule, B)
         step = self.step_of[B]
-        probe.step("decode", [1] * B, [cache.length for cache in caches])
         logits_BV = step.run(ids_B, caches)
         step.finish()
-        for cache in caches:
-            cache.advance(1)
-        if type(probe) is not Probe:
-            for layer, (routing, logits_BE) in enumerate(step.routings()):
-                probe.routed(layer, routing, logits_BE)
-            probe.headed(B)
-        return logits_BV
+        return logits_BV, step.routings() if tell else []
 
 
 class DecodeStep(Pass):

@@ -1,0 +1,63 @@
+"""Decode steps in which Python has no part: one token of each of B sequences, from ids to logits, in one go.
+
+Shape letters: B sequences, E experts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minimoe.cache import KVCache
+from minimoe.probe import Probe
+from minimoe.routers import Router
+from minimoe.routing import Routing
+
+Routings = Sequence[tuple[Routing, Tensor]]  # of each layer, and the router logits [B, E] that it was made of
+
+
+class Decoder(ABC):
+    """The steps of one model under one rule, which is not asked: what it decides is known to what runs them.
+
+    Attributes:
+        router: the rule.
+    """
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+
+    @torch.inference_mode()
+    def step(self, ids_B: Tensor, caches: Sequence[KVCache], probe: Probe | None = None) -> Tensor:
+        """Run one token of each sequence and extend the caches; what is refused leaves them as they were.
+
+        Args:
+            ids_B: int64.
+            caches: of B different sequences.
+            probe: is told of everything but spans, which such a step has none of.
+
+        Returns:
+            logits [B, V] that follow the tokens.
+
+        Raises:
+            NumericalError: router logits that are not finite; names the layer.
+            IndexError: a cache has no room; the caller reserves it.
+        """
+        probe, B = probe or Probe(), len(caches)
+        tell = type(probe) is not Probe
+        probe.step("decode", [1] * B, [cache.length for cache in caches])
+        logits_BV, routings = self.run(ids_B, caches, tell)
+        for cache in caches:
+            cache.advance(1)
+        if tell:
+            for layer, (routing, logits_BE) in enumerate(routings):
+                probe.routed(layer, routing, logits_BE)
+            probe.headed(B)
+        return logits_BV
+
+    @abstractmethod
+    def run(self, ids_B: Tensor, caches: Sequence[KVCache], tell: bool) -> tuple[Tensor, Routings]:
+        """A step that is over when this returns, without moving on the caches' lengths; arguments and errors are those
+        of `step`. Returns the logits and, if they are to be told, the routings."""

@@ -1,0 +1,374 @@
+"""The native kernels called on tensors: what a call needs is checked here, and pointers are taken.
+
+Shape letters: T tokens, A inputs, B outputs, D hidden, E experts, I expert intermediate, K slots; N new tokens of one
+sequence, S all its positions, H heads, G kv heads, d head size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import byref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minimoe.errors import router_error
+from minimoe.native.places import (
+    DTYPES,
+    AttentionPlaces,
+    Count,
+    ExpertPlaces,
+    GatePlaces,
+    ModelPlaces,
+    PrefixRule,
+    StepPlaces,
+    StepResults,
+    addresses,
+    dtype_of,
+)
+from minimoe.routing import Routing
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The kernels of one instruction set.
+
+    Attributes:
+        name: of the instruction set.
+        index: its number in the library.
+        interface: the functions of the loaded library.
+    """
+
+    name: str
+    index: int
+    interface: ctypes.CDLL
+
+    def linears(self, x_TA: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+        """x_TA [T, A] times the transpose of each weight [B, A]: float32 or bfloat16, all alike, on the CPU.
+
+        Accumulated in float32 in an order that depends on A alone. Gradients do not pass. The sets `amx` and
+        `avx512bf16` take numbers below 2^-126 for zero in bfloat16, as their instructions do.
+        """
+        _check(x_TA, *weights)
+        T, A = x_TA.shape
+        for weight in weights:
+            if weight.dim() != 2 or weight.shape[1] != A:
+                raise ValueError(f"cannot multiply {list(x_TA.shape)} by the transpose of {list(weight.shape)}")
+        x_TA, n = x_TA.contiguous(), len(weights)
+        rows = [weight.shape[0] for weight in weights]
+        results = [x_TA.new_empty(T, B) for B in rows]
+        self.interface.minimoe_linear(
+            self.index,
+            DTYPES[x_TA.dtype],
+            torch.get_num_threads(),
+            T,
+            A,
+            n,
+            (ctypes.c_int64 * n)(*rows),
+            x_TA.data_ptr(),
+            addresses(weights),
+            addresses(results),
+        )
+        return results
+
+    def rank(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Softmax of float32 or bfloat16 logits [T, E] on the CPU, and the experts in descending order of probability.
+
+        Ties go to the lowest expert. A row with a NaN or +inf has no probabilities: all are NaN, the ids in order.
+
+        Returns:
+            (sorted_probs_TE float32, experts_TE int64).
+        """
+        _check(logits_TE)
+        logits_TE = logits_TE.contiguous()
+        T, E = logits_TE.shape
+        sorted_TE, experts_TE = torch.empty(T, E), torch.empty(T, E, dtype=torch.int64)
+        self.interface.minimoe_rank(
+            self.index,
+            DTYPES[logits_TE.dtype],
+            torch.get_num_threads(),
+            T,
+            E,
+            logits_TE.data_ptr(),
+            sorted_TE.data_ptr(),
+            experts_TE.data_ptr(),
+        )
+        return sorted_TE, experts_TE
+
+    def elbow(self, sorted_probs_TE: Tensor) -> Tensor:
+        """The rank, counted from 1, where each curve of minimoe.curve.deviation is highest; ties go to the lowest.
+
+        Args:
+            sorted_probs_TE: float32, as from `rank`.
+
+        Returns:
+            int64 [T].
+        """
+        _check_ranking(sorted_probs_TE)
+        T, E = sorted_probs_TE.shape
+        if not E:
+            raise ValueError("rankings and routings of no experts have no elbow")
+        sorted_probs_TE, k_T = sorted_probs_TE.contiguous(), torch.empty(T, dtype=torch.int64)
+        self.interface.minimoe_elbow(T, E, sorted_probs_TE.data_ptr(), k_T.data_ptr())
+        return k_T
+
+    def keep(self, sorted_probs_TE: Tensor, experts_TE: Tensor, k_T: Tensor, K: int) -> tuple[Tensor, Tensor]:
+        """The first k_T of each token's ranked experts in K slots: weight 0 and the id E in the slots after them.
+
+        Args:
+            sorted_probs_TE, experts_TE: float32 and int64, as from `rank`.
+            k_T: int64, from 0 to K; K is at most E.
+
+        Returns:
+            (experts_TK int64, weights_TK float32).
+        """
+        _check_ranking(sorted_probs_TE, experts_TE, k_T)
+        T, E = experts_TE.shape
+        if sorted_probs_TE.shape != (T, E) or k_T.shape != (T,) or not 0 <= K <= E:
+            raise ValueError(f"{K} slots, k and a ranking of {list(experts_TE.shape)} do not fit together")
+        sorted_probs_TE, experts_TE, k_T = sorted_probs_TE.contiguous(), experts_TE.contiguous(), k_T.contiguous()
+        kept_TK, weights_TK = torch.empty(T, K, dtype=torch.int64), torch.empty(T, K)
+        self.interface.minimoe_keep(
+            T,
+            E,
+            K,
+            sorted_probs_TE.data_ptr(),
+            experts_TE.data_ptr(),
+            k_T.data_ptr(),
+            kept_TK.data_ptr(),
+            weights_TK.data_ptr(),
+        )
+        return kept_TK, weights_TK
+
+    def decode(self, ids_T: Tensor, places: ModelPlaces, steps: StepPlaces, rule: PrefixRule) -> StepResults:
+        """A whole decode step of T sequences, one new token of each, from ids to logits.
+
+        The same bits as `attention`, `gate`, `prefix` and `experts` layer by layer, without Python between them.
+
+        Args:
+            ids_T: int64.
+
+        Raises:
+            ValueError: tokens, model, caches and rule that do not fit together, or an id that the model does not have.
+            IndexError: a cache without room.
+            NumericalError: router logits that are not finite; names the layer. Caches may then hold something after
+                their ends.
+        """
+        T = len(ids_T)
+        if ids_T.dtype is not torch.int64 or not ids_T.is_cpu or ids_T.shape != (steps.T,):
+            raise ValueError("a decode step takes one token of each sequence, int64 on the CPU")
+        alike = (places.dtype, places.layers, places.G, places.d) == (steps.dtype, steps.layers, steps.G, steps.d)
+        if not alike or rule.K > places.E:
+            raise ValueError("model, caches and rule do not fit together")
+        ids_T, results = ids_T.contiguous(), StepResults(places, rule, T)
+        told = self.interface.minimoe_decode(
+            self.index,
+            torch.get_num_threads(),
+            byref(places),
+            byref(steps),
+            byref(rule),
+            ids_T.data_ptr(),
+            byref(results),
+        )
+        if told == -1:
+            raise IndexError("a cache has no room for one more position")
+        if told == -2:
+            raise ValueError(f"a token id is not one of the {places.V} of this model")
+        if told:
+            raise router_error(told - 1)
+        return results
+
+    def prefix(self, logits_TE: Tensor, count: Count, floor: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What `rank`, a count of experts within limits, and `keep` make of router logits, in one call.
+
+        Args:
+            logits_TE: float32 or bfloat16.
+            count: "elbow", see `elbow`, or "all": K.
+            floor: the least of k; K, of at least that and at most E, is the most.
+
+        Returns:
+            (experts_TK int64, weights_TK float32, k_T int64).
+        """
+        _check(logits_TE)
+        logits_TE = logits_TE.contiguous()
+        T, E = logits_TE.shape
+        if not E or not 0 <= floor <= K <= E:
+            raise ValueError(f"from {floor} to {K} of {E} experts cannot be kept")
+        experts_TK = torch.empty(T, K, dtype=torch.int64)
+        weights_TK, k_T = torch.empty(T, K), torch.empty(T, dtype=torch.int64)
+        self.interface.minimoe_prefix(
+            self.index,
+            DTYPES[logits_TE.dtype],
+            torch.get_num_threads(),
+            T,
+            E,
+            K,
+            floor,
+            count == "elbow",
+            logits_TE.data_ptr(),
+            experts_TK.data_ptr(),
+            weights_TK.data_ptr(),
+            k_T.data_ptr(),
+        )
+        return experts_TK, weights_TK, k_T
+
+    def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight: statistics in float32, back to x's dtype, then the weight."""
+        _check(x_TD, weight_D)
+        x_TD = x_TD.contiguous()
+        T, D = x_TD.shape
+        if weight_D.shape != (D,):
+            raise ValueError(f"a norm of {D} numbers needs as many weights, not {list(weight_D.shape)}")
+        y_TD = torch.empty_like(x_TD)
+        self.interface.minimoe_norm(
+            self.index,
+            DTYPES[x_TD.dtype],
+            torch.get_num_threads(),
+            T,
+            D,
+            eps,
+            x_TD.data_ptr(),
+            weight_D.data_ptr(),
+            y_TD.data_ptr(),
+        )
+        return y_TD
+
+    def finite(self, x_TA: Tensor) -> bool:
+        """Whether all numbers are finite."""
+        _check(x_TA)
+        x_TA = x_TA.contiguous()
+        return bool(self.interface.minimoe_finite(DTYPES[x_TA.dtype], x_TA.numel(), x_TA.data_ptr()))
+
+    def gate(self, x_TD: Tensor, places: GatePlaces) -> tuple[Tensor, Tensor]:
+        """The norm of x_TD, and its product with the gate's matrix: (normed_TD, logits_TE)."""
+        x_TD = _fitting(x_TD, places)
+        T = x_TD.shape[0]
+        normed_TD, logits_TE = torch.empty_like(x_TD), x_TD.new_empty(T, places.E)
+        self.interface.minimoe_gate(
+            self.index,
+            torch.get_num_threads(),
+            byref(places),
+            T,
+            x_TD.data_ptr(),
+            normed_TD.data_ptr(),
+            logits_TE.data_ptr(),
+        )
+        return normed_TD, logits_TE
+
+    def attention(self, x_TD: Tensor, places: AttentionPlaces, steps: StepPlaces) -> Tensor:
+        """One new token of each of T sequences: x_TD plus what attention adds to it.
+
+        Norm, projections, their norms, clipping, rotary positions, one more key and value written at the end of the
+        sequence's cache, attention to all of them, the output projection and the sum, all in one call: a call costs
+        more time than most of these.
+
+        Raises:
+            ValueError: tokens, weights and caches that do not fit together.
+            IndexError: a cache without room.
+        """
+        x_TD = _fitting(x_TD, places)
+        fitting = steps.dtype is places.dtype and (steps.T, steps.G, steps.d) == (len(x_TD), places.G, places.d)
+        if not fitting or places.layer >= steps.layers:
+            raise ValueError("tokens, weights and caches do not fit together")
+        y_TD = torch.empty_like(x_TD)
+        failed = self.interface.minimoe_attention(
+            self.index, torch.get_num_threads(), byref(places), byref(steps), x_TD.data_ptr(), y_TD.data_ptr()
+        )
+        if failed:
+            raise IndexError("a cache has no room for one more position")
+        return y_TD
+
+    def attend(self, q_NHd: Tensor, k_GSd: Tensor, v_GSd: Tensor) -> Tensor:
+        """Causal attention of the last N positions of one sequence over all its S; returns [N, H, d].
+
+        float32 or bfloat16, all alike; H is a multiple of G. Keys and values may be parts of larger tensors, such as
+        caches. The softmax is computed in float32; the sets `amx` and `avx512bf16` round its weights to bfloat16 before
+        values are weighed, and take numbers below 2^-126 for zero. Gradients do not pass.
+
+        Raises:
+            ValueError: what does not fit together.
+        """
+        N, H, d = q_NHd.shape
+        G, S = k_GSd.shape[:2]
+        if k_GSd.stride() != v_GSd.stride() or k_GSd.stride(2) != 1:
+            k_GSd, v_GSd = k_GSd.contiguous(), v_GSd.contiguous()
+        alike = {(tensor.dtype, tensor.device.type) for tensor in (q_NHd, k_GSd, v_GSd)}
+        if alike not in [{(dtype, "cpu")} for dtype in DTYPES] or not k_GSd.shape == v_GSd.shape == (G, S, d):
+            raise ValueError("queries, keys and values do not fit together")
+        if N > S or not G or H % G:
+            raise ValueError(f"{N} queries of {H} heads and {S} positions of {G} do not fit together")
+        q_NHd = q_NHd.contiguous()
+        y_NHd = torch.empty_like(q_NHd)
+        self.interface.minimoe_attend(
+            self.index,
+            DTYPES[q_NHd.dtype],
+            torch.get_num_threads(),
+            N,
+            S,
+            H,
+            G,
+            d,
+            k_GSd.stride(1),
+            k_GSd.stride(0),
+            q_NHd.data_ptr(),
+            k_GSd.data_ptr(),
+            v_GSd.data_ptr(),
+            y_NHd.data_ptr(),
+        )
+        return y_NHd
+
+    def experts(self, x_TD: Tensor, places: ExpertPlaces, routing: Routing) -> tuple[Tensor, int]:
+        """The weighted sum of each token's live experts, and the multiply-adds done with expert weights.
+
+        Raises:
+            ValueError: tokens and experts that do not fit together, an expert or a k that is out of range.
+        """
+        x_TD = _fitting(x_TD, places)
+        T, K = routing.experts_TK.shape
+        if len(x_TD) != T or routing.weights_TK.shape != (T, K) or routing.k_T.shape != (T,):
+            raise ValueError("tokens, routing and experts do not fit together")
+        _check_ranking(routing.weights_TK, routing.experts_TK, routing.k_T)
+        experts_TK, weights_TK = routing.experts_TK.contiguous(), routing.weights_TK.contiguous()
+        k_T, y_TD = routing.k_T.contiguous(), torch.empty_like(x_TD)
+        done = self.interface.minimoe_experts(
+            self.index,
+            torch.get_num_threads(),
+            byref(places),
+            T,
+            K,
+            x_TD.data_ptr(),
+            experts_TK.data_ptr(),
+            weights_TK.data_ptr(),
+            k_T.data_ptr(),
+            y_TD.data_ptr(),
+        )
+        if done < 0:
+            raise ValueError("a routing holds k between 0 and its slots, and live ids between 0 and E - 1")
+        return y_TD, done
+
+
+def _fitting(x_TD: Tensor, places: ExpertPlaces | AttentionPlaces | GatePlaces) -> Tensor:
+    """Tokens that weights can be run on, row after row."""
+    if x_TD.dtype is not places.dtype or not x_TD.is_cpu or x_TD.dim() != 2 or x_TD.shape[1] != places.D:
+        raise ValueError(
+            f"weights of {places.D} inputs in {places.dtype} do not fit together with {x_TD.dtype} "
+            f"{list(x_TD.shape)} on {x_TD.device}"
+        )
+    return x_TD.contiguous()
+
+
+def _check_ranking(values: Tensor, *whole: Tensor) -> None:
+    """Numbers of a ranking or a routing: float32, and int64 ids and counts, all on the CPU."""
+    if values.dtype is not torch.float32 or any(tensor.dtype is not torch.int64 for tensor in whole):
+        raise ValueError("rankings and routings hold float32 numbers and int64 experts and k")
+    if not all(tensor.is_cpu for tensor in (values, *whole)) or values.dim() != 2:
+        raise ValueError("the native kernels take rankings and routings on the CPU")
+
+
+def _check(x_TA: Tensor, *weights: Tensor) -> None:
+    """An activation and weights that are read as they lie."""
+    dtype = dtype_of(*weights) if weights else x_TA.dtype
+    if x_TA.dtype is not dtype or dtype not in DTYPES or not x_TA.is_cpu or x_TA.dim() != 2:
+        raise ValueError(f"the native kernels do not run {x_TA.dtype} {list(x_TA.shape)} on {x_TA.device} here")
