@@ -82,7 +82,7 @@ class Sampler:
         """
         sampling = self.sampling
         logits_V = logits_V.float().cpu()
-        if not bool(torch.isfinite(logits_V).all()):
+        if not all(map(math.isfinite, logits_V.aminmax())):  # a NaN is both the least and the largest of all
             raise NumericalError(f"the logits of new token {step} are not finite; the weights are broken.")
         if sampling.repetition_penalty != 1 and history:
             logits_V = penalise(logits_V, history, sampling.repetition_penalty)
