@@ -40,11 +40,15 @@ class Work:
     """What every engine does in a round, in tokens: prompts of so many sequences, then passes of one token of each.
 
     Without new tokens the prompts are timed, else what comes after them.
+
+    Attributes:
+        times: how often in a turn, spread over it: what is over within seconds may meet memory at its fastest or not.
     """
 
     sequences: int
     prompt: int
     new: int = 0
+    times: int = 1
 
     @property
     def timed_tokens(self) -> int:
@@ -167,7 +171,9 @@ def _turn(
 ) -> Iterator[tuple[str, str, float, float]]:
     """Everything one engine can do, as (work, contender, tokens per second, bytes that were readable per second)."""
     with seats.worker(engine) as worker:
-        for name, (work, prompts, steps) in tasks.items():
+        repeated = range(max(work.times for work, _, _ in tasks.values()))
+        again = [(name, task) for time in repeated for name, task in tasks.items() if time < task[0].times]
+        for name, (work, prompts, steps) in again:
             for variant in _able(worker, work):
                 before = [reading() for _ in range(READINGS)]
                 times = worker.run(Task(variant, prompts, steps))

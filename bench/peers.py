@@ -32,7 +32,7 @@ from minimoe.engine import load
 from minimoe.errors import InputError
 
 WORKS = {
-    "decode 1": Work(sequences=1, prompt=8, new=32),
+    "decode 1": Work(sequences=1, prompt=8, new=32, times=3),
     "decode 8": Work(sequences=8, prompt=8, new=16),
     "decode 32": Work(sequences=32, prompt=8, new=8),
     "prefill 512": Work(sequences=1, prompt=512),

@@ -30,7 +30,7 @@ from minimoe.routers import Router
 from minimoe.routers.mixed_k import MixedK
 from minimoe.routers.random import Random
 from minimoe.routers.random_slots import RandomSlots
-from minimoe.routers.spec import files_of
+from minimoe.routers.spec import hashes_of
 from minimoe.routers.top_k import TopK
 from minimoe.routing import Routing
 
@@ -157,7 +157,7 @@ def compare(
 def _identity(engine: Engine, names: Sequence[str], items: Sequence[Item], controls: bool, seed: int) -> str:
     """What the results hang on, hashed; the time they take aside."""
     model = [engine.model.fingerprint(), str(engine.model.dtype), engine.backend, str(engine.model.device)]
-    told = [model, list(names), [files_of(name) for name in names], [asdict(item) for item in items], controls, seed]
+    told = [model, list(names), [hashes_of(name) for name in names], [asdict(item) for item in items], controls, seed]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
 

@@ -1,16 +1,19 @@
 """What a long work has done so far, on disk, so that a run that was cut off goes on where it was.
 
 The file holds JSON, one line each: first what tells this work from any other, then the result of each piece of it, in
-order. A line is written when its piece is done; half a line, which a kill may leave, is dropped.
+order, each with a checksum. A line is written when its piece is done; half a line, which a kill may leave, is dropped,
+and so is everything from a line on that is not as it was written.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from minimoe.errors import InputError
 from minimoe.whole_file import write_whole
 
 
@@ -20,6 +23,9 @@ class Journal:
     Args:
         path: the file; it is begun anew where it is of other work or none. None keeps nothing.
         identity: tells this work from any other.
+
+    Raises:
+        InputError: the file is somebody else's, no journal.
     """
 
     def __init__(self, path: Path | None, identity: str) -> None:
@@ -28,6 +34,8 @@ class Journal:
         if path is None:
             return
         lines = _read(path)
+        if not lines and path.exists() and path.stat().st_size:
+            raise InputError(f"{path} is no unfinished work of minimoe, which would go there; move it away.")
         self._kept = lines[1:] if lines[:1] == [identity] else []
         write_whole(path, "".join(_line(value) for value in (identity, *self._kept)))  # without half a line
         self._file = path.open("a", encoding="utf-8")
@@ -49,17 +57,24 @@ class Journal:
 
 
 def _line(value: Any) -> str:
-    return json.dumps(value) + "\n"
+    return json.dumps([_checksum(value), value]) + "\n"
+
+
+def _checksum(value: Any) -> int:
+    return zlib.crc32(json.dumps(value).encode())
 
 
 def _read(path: Path) -> list[Any]:
-    """The lines of a file up to the first that is broken; none where there is no such file."""
+    """The values of a file up to the first line that is broken; none where there is no such file."""
     values = []
     try:
         for line in path.read_text("utf-8").splitlines(keepends=True):
             if not line.endswith("\n"):
                 break
-            values.append(json.loads(line))
-    except (OSError, ValueError, RecursionError):
+            checksum, value = json.loads(line)
+            if checksum != _checksum(value):
+                break
+            values.append(value)
+    except (OSError, ValueError, TypeError, RecursionError):
         pass
     return values

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from minimoe.errors import InputError
 from minimoe.whole_file import replacing
 
 BROKEN = (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
@@ -26,7 +27,13 @@ def write_snapshot(path: Path, arrays: Arrays, identity: str, done: int) -> None
 
 
 def read_snapshot(path: Path, arrays: Arrays, identity: str) -> int:
-    """Put what was kept into the arrays, and say after how many pieces; 0 where there is no state of this very work."""
+    """Put what was kept into the arrays, and say after how many pieces; 0 where there is no state of this very work.
+
+    Raises:
+        InputError: the file is somebody else's, no snapshot.
+    """
+    if path.is_file() and path.stat().st_size and not _is_archive(path):
+        raise InputError(f"{path} is no unfinished work of minimoe, which would go there; move it away.")
     try:
         with np.load(path, allow_pickle=False) as file:
             if str(file["identity"]) != identity:
@@ -38,3 +45,9 @@ def read_snapshot(path: Path, arrays: Arrays, identity: str) -> int:
     for name, array in kept.items():
         arrays[name][...] = array
     return done
+
+
+def _is_archive(path: Path) -> bool:
+    """Whether a file begins as numpy's archives do; a kill leaves no other part of one."""
+    with path.open("rb") as file:
+        return file.read(2) == b"PK"

@@ -66,8 +66,15 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=True)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens; ids past the tokenizer's vocabulary have no text."""
-        return self._backend.decode(list(ids), skip_special_tokens=True)
+        """The text of token ids, without special tokens; ids past the tokenizer's vocabulary have no text.
+
+        Raises:
+            InputError: an id that is none, such as a negative one.
+        """
+        try:
+            return self._backend.decode(list(ids), skip_special_tokens=True)
+        except (OverflowError, TypeError):
+            raise InputError("token ids are whole numbers of at least 0.") from None
 
     def token_id(self, text: str | None) -> int | None:
         """The id of one token by its text, or None."""
@@ -102,6 +109,8 @@ class Tokenizer:
         return ids
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if not isinstance(text, str):
+            raise InputError(f"only text can be encoded, not {type(text).__name__}.")
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:  # what the library raises for half a surrogate pair

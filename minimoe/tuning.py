@@ -25,7 +25,7 @@ from minimoe.items import Item
 from minimoe.journal import Journal
 from minimoe.model import Batch
 from minimoe.routers import Router, RouterContext
-from minimoe.routers.spec import files_of, find_rule, parameters, parse_router, with_key
+from minimoe.routers.spec import find_rule, hashes_of, parameters, parse_router, with_key
 from minimoe.routers.top_k import TopK
 from minimoe.routing import Routing
 from minimoe.whole_file import write_whole
@@ -74,10 +74,12 @@ def key_of(spec: str, key: str | None) -> str:
     name, rule, _ = find_rule(spec)
     known = parameters(rule)
     real = [k for k, parameter in known.items() if float in _kinds(parameter.annotation)]
-    among = f"; those that take any number are {', '.join(real)}" if real else "; it has no key that takes any number"
+    among = f"; those that take any number are {', '.join(real)}" if real else "; it has none that takes any number"
     if key is None:
         if len(real) == 1:
             return real[0]
+        if not real:
+            raise InputError(f"{name} has no key that takes any number, so it cannot be fitted to a mean k.")
         raise InputError(f"say with --key which key of {name} to fit to the mean k{among}.")
     key = key.replace("-", "_")
     if key not in known:
@@ -136,7 +138,7 @@ def tune(
     """
     work = [[*item.contexts[0], *item.continuations[0]] for item in items]
     runs_on = [engine.model.fingerprint(), str(engine.model.dtype), engine.backend]
-    told = [*runs_on, spec, files_of(spec), key, mean_k, work]
+    told = [*runs_on, spec, hashes_of(spec), key, mean_k, work]
     part = None if path is None else Path(f"{path}.part")
     journal = Journal(part, hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16])
 

@@ -8,10 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+def fresh_of(path: str | Path) -> Path:
+    """Where a file is written until it is whole: a name that nobody else gives a file."""
+    return Path(f"{path}.minimoe-new")
+
+
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
     """The place beside `path` to write to; what is there at the end takes the place of `path`."""
-    fresh = Path(f"{path}.new")
+    fresh = fresh_of(path)
     yield fresh
     os.replace(fresh, path)
 

@@ -136,6 +136,15 @@ def test_engines_take_turns_on_the_same_fresh_tokens(bench_model: Path, opened: 
     assert all(len(task.prompts) * len(task.prompts[0]) <= 8 for task in ours if task.variant == "slow")
 
 
+def test_short_work_comes_several_times_in_a_turn(bench_model: Path, opened: list[FakeWorker]) -> None:
+    works = {"write": Work(1, 8, 16, times=3), "read": Work(1, 64)}
+    speeds, paces, *_ = compare(bench_model, 1, rounds=2, works=works, engines=("minimoe",))
+    assert [figures["write"]["minimoe fast"].count for figures in (speeds, paces)] == [6, 6]
+    assert speeds["read"]["minimoe fast"].count == 2
+    timed = [len(task.steps) for task in opened[0].tasks if task.variant == "fast" and not task.logits_file][1:]
+    assert timed == [16, 0, 16, 16] * 2  # spread over the turn
+
+
 def test_models_that_do_not_fit_together_are_loaded_one_at_a_time(
     bench_model: Path, opened: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:

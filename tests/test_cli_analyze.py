@@ -14,6 +14,7 @@ from command_line import Cli, assert_one_sentence
 from fixtures import SENTENCES
 
 import minimoe
+import minimoe.engine
 from minimoe.analysis.run import read_analysis
 from minimoe.analysis.summary import FAVOURITES
 
@@ -133,6 +134,10 @@ BAD = {
     "twice": (["a.txt", "a=b.txt"], "two texts are called a"),
     "window": (["a.txt", "--window", "4000"], "do not fit the model's context of 128"),
     "new tokens": (["a.txt", "--window", "100", "--new-tokens", "50"], "do not fit the model's context of 128"),
+    "too many new tokens": (
+        ["a.txt", "--new-tokens", "128"],
+        "leave no room for a window in the model's context of 128",
+    ),
     "rule": (["a.txt", "--router", "elbo"], "elbow"),
     "other rule": (["a.txt", "--versus", "nothing"], "nothing"),
     "calibration": (["a.txt", "--router", "skip"], "calibrat"),
@@ -211,3 +216,13 @@ def test_other_work_is_kept(cli: Cli, folder: Path, texts: list[str], tmp_path: 
     assert_one_sentence(run)
     assert "is another analysis" in run.err
     assert (tmp_path / "out" / "analysis.npz").read_bytes() == before
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.txt", b"a fox \xff"), ("a.xz", b"a fox")])
+def test_what_is_no_text_is_refused_before_anything_is_made(
+    name: str, content: bytes, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(minimoe.engine, "load", None)
+    (tmp_path / name).write_bytes(content)
+    assert_one_sentence(cli("analyze", tmp_path / name, "-o", tmp_path / "out"))
+    assert not (tmp_path / "out").exists()

@@ -36,22 +36,6 @@ def test_every_whole_number_is_a_seed_of_compare(cli: Cli, folder: Path, tmp_pat
     assert cli(*words, "--seed", -1).code == 0
 
 
-def test_nothing_that_is_read_is_written_over(cli: Cli, folder: Path, tmp_path: Path) -> None:
-    text = tmp_path / "text.svg"
-    text.write_text("The owl sat in the tree. " * 20)
-    before = text.read_bytes()
-    for words in (
-        ("compare", "--text", text, "--out", text),
-        ("compare", "--text", text, "--plot", text),
-        ("compare", "--text", text, "--plot", tmp_path / "a.svg", "--out", tmp_path / "a.svg"),
-        ("calibrate", "skip", "--text", text, "--out", text),
-    ):
-        run = cli(*words, "-m", folder, "--window", 8)
-        assert_one_sentence(run)
-        assert "would replace" in run.err
-    assert text.read_bytes() == before
-
-
 def test_a_packed_text_is_read(cli: Cli, folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.xz"
     text.write_bytes(lzma.compress(b"The owl sat in the tree. " * 20))

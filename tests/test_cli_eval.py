@@ -12,7 +12,6 @@ from benchmark_files import write_benchmarks, write_lines
 from command_line import Cli, assert_one_sentence
 
 from minimoe.cli.evaluate import log_name
-from minimoe.cli.own_rule import read_router
 from minimoe.evaluate.log import Log
 
 
@@ -103,10 +102,10 @@ def test_a_rule_that_was_changed_has_another_name_in_the_log(tmp_path: Path) -> 
     for k in (2, 3, 2):
         code = "from minimoe.routers.top_k import TopK\n\n\nclass Mine(TopK):\n    route = TopK.route\n"
         file.write_text(f"{code}    more = {k}\n")
-        names.append(log_name(spec, read_router(spec)))
+        names.append(log_name(spec))
     assert names[0] == names[2] != names[1]
     assert names[0].startswith(f"{spec}#")
-    assert log_name("top_k:k=2", read_router("top_k:k=2")) == "top_k:k=2"
+    assert log_name("top_k:k=2") == "top_k:k=2"
 
 
 def test_interrupted_it_says_where_it_goes_on(

@@ -116,6 +116,13 @@ def test_generate_stops_at_a_text(cli: Cli, folder: Path) -> None:
     assert "a stop text came" in run.err
 
 
+def test_an_empty_stop_text_is_refused_before_a_model_is_loaded(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(minimoe.engine, "load", None)
+    run = cli("generate", "--stop", "")
+    assert_one_sentence(run)
+    assert "not empty" in run.err
+
+
 def test_more_tokens_than_the_context_holds(cli: Cli, checkpoint: Callable[..., Path]) -> None:
     document = cli("generate", "-m", checkpoint("base"), "-n", 10**30, "--seed", 1, "--json").document
     assert document["finish_reason"] in ("length", "eos")

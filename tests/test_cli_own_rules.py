@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 from command_line import Cli, assert_one_sentence
 
+import minimoe
 from minimoe.routing import Routing
 
 # A user's own rules.
@@ -69,6 +71,30 @@ def test_how_often_an_own_rule_is_tested(
     assert len(tested) == layers * 2
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def count(self, p, context):\n  k = super().count(p, context)\n  p.zero_()\n  return k",
+        "def count(self, p, context):\n  k = super().count(p, context)\n  p.resize_(0)\n  return k",
+        "def route(self, x, context):\n  routing = super().route(x, context)\n  x.zero_()\n  return routing",
+    ],
+)
+def test_what_a_rule_writes_into_what_it_is_given_changes_nothing(
+    cli: Cli, folder: Path, tmp_path: Path, code: str
+) -> None:
+    file, words = tmp_path / "mine.py", ("generate", "The fox", "-n", 4, "-m", folder, "--routing", "--json")
+    file.write_text(HEAD + f"class Mine(TopK):\n {code}")
+    ours, theirs = (cli(*words, "-r", rule).document for rule in ("top_k", f"{file}:Mine"))
+    assert (ours["tokens"], ours["routing"]) == (theirs["tokens"], theirs["routing"])
+    spec = importlib.util.spec_from_file_location("mine_that_writes", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    engine = minimoe.load(folder, router=module.Mine())  # as in a program of one's own
+    assert engine.generate("The fox", max_new_tokens=4).tokens == ours["tokens"]
+
+
 def test_a_rule_that_works(cli: Cli, folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(HEAD + "class Mine(TopK):\n def limit(self, context): return 3")
@@ -82,6 +108,7 @@ def test_a_rule_that_works(cli: Cli, folder: Path, tmp_path: Path) -> None:
 
 RULES = """
 from minimoe.routers import PrefixRouter, Router
+import minimoe
 from minimoe.routing import Routing
 
 print("imported")

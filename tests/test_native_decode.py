@@ -275,8 +275,9 @@ def test_what_does_not_fit_together_is_refused(checkpoint: Folders) -> None:
     for changes in wrong:
         with pytest.raises(ValueError, match="fit together"):
             places(**changes)
-    with pytest.raises(ValueError, match="cannot be kept"):
-        PrefixRule("all", 3, 2)
+    for count, floor in (("all", 3), ("all", -1), ("some", 1)):
+        with pytest.raises(ValueError, match="cannot be kept"):
+            PrefixRule(count, floor, 2)  # type: ignore[arg-type]
     kernels, ids_B = SETS[0], torch.tensor([3])
     cache = KVCache(halves.config, 4, halves.dtype, halves.device)
     steps = StepPlaces([cache.keys_LHCd], [cache.values_LHCd], [0], *halves.rotation(torch.tensor([0])))

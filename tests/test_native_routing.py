@@ -111,6 +111,8 @@ def test_rank_count_and_keep_in_one_call_are_those_three(
 def test_a_prefix_that_cannot_be_is_refused(floor: int, K: int) -> None:
     with pytest.raises(ValueError, match="of 4 experts cannot be kept"):
         find_kernels().prefix(torch.zeros(1, 4), "all", floor, K)
+    with pytest.raises(ValueError, match="counted as 'some'"):
+        find_kernels().prefix(torch.zeros(1, 4), "some", 1, 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="of 0 experts cannot be kept"):
         find_kernels().prefix(torch.zeros(1, 0), "elbow", 0, 0)
 

@@ -129,6 +129,14 @@ def test_a_stream_keeps_the_spaces_that_a_decoder_drops_at_the_start_of_a_text()
     assert streamed(words, [0, 1, 2, 1, 0]) == ["The", " fox", "es", " fox", " The", ""]
 
 
+def test_what_is_neither_text_nor_ids_is_refused(small: Tokenizer) -> None:
+    for ids in ([-1], [2**80], ["a"], [None]):
+        with pytest.raises(InputError, match="whole numbers of at least 0"):
+            small.decode(ids)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="not NoneType"):
+        small.encode(None)  # type: ignore[arg-type]
+
+
 def test_ids_past_the_tokenizer_have_no_text(small: Tokenizer) -> None:
     """Models have larger vocabularies than their tokenizers; such an id is possible, and no error."""
     assert small.decode([TOKENIZER_SIZE, *small.encode("owl"), TOKENIZER_SIZE + 23]) == "owl"

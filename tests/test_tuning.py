@@ -164,9 +164,12 @@ def test_a_journal_keeps_whole_lines_of_its_own_work_alone(tmp_path: Path) -> No
     assert done == [0, 1, 2, 2, 3]
     other = Journal(path, "other")
     assert other.once(lambda: "new") == "new"
-    path.write_bytes(b"\xff no text")
-    assert Journal(path, "other").once(lambda: "newer") == "newer"
-    assert Journal(path, "other").once(lambda: "never") == "newer"
+    assert Journal(path, "other").once(lambda: "never") == "new"
+    for theirs in (b"\xff no text", b"mine\n", b'{"a": 1}\n', b"[1, 2]\n"):
+        path.write_bytes(theirs)
+        with pytest.raises(InputError, match="move it away"):
+            Journal(path, "other")
+        assert path.read_bytes() == theirs
     assert Journal(None, "x").once(lambda: 5) == 5
 
 
@@ -187,13 +190,13 @@ REFUSED: dict[str, tuple[str, str]] = {
     "no mean k": ("top_p", "say with --mean-k"),
     "no number": ("top_p --mean-k nan", "a number above 0"),
     "none": ("top_p --mean-k 0", "a number above 0"),
-    "no key": ("max_gap --mean-k 3", "it has no key that takes any number"),
+    "no key": ("max_gap --mean-k 3", "max_gap has no key that takes any number, so it cannot be fitted"),
     "whole numbers": ("top_k --key k --mean-k 3", "k of router top_k cannot be fitted"),
     "unknown key": ("top_p --key tau --mean-k 3", "no key 'tau'; those that take any number are p"),
     "unknown rule": ("elbw --mean-k 3", "unknown router 'elbw'"),
     "given twice": ("top_p:p=0.3 --mean-k 3", "p is given twice"),
     "bad keys": ("top_p:cap=0 --mean-k 3", "cap must be"),
-    "without hints": ("{own}:Untold --mean-k 3", "it has no key that takes any number"),
+    "without hints": ("{own}:Untold --mean-k 3", "has no key that takes any number, so it cannot be fitted"),
     "nowhere to go": ("layer_k --mean-k 3", "say with --out FILE"),
     "beta by layer": ("skip --mean-k 3 --out {out}", "give --key beta"),
     "below one": ("layer_k --mean-k 0.5 --out {out}", "between 1 and"),

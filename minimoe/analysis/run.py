@@ -26,7 +26,7 @@ from minimoe.model import Batch
 from minimoe.packing import chunks
 from minimoe.probe import Phase
 from minimoe.routers import Router
-from minimoe.routers.spec import files_of
+from minimoe.routers.spec import hashes_of
 from minimoe.snapshot import BROKEN, read_snapshot, write_snapshot
 from minimoe.whole_file import replacing
 
@@ -105,7 +105,7 @@ def analyze(
         if versus is None
         else {"model": versus.engine.name, "checkpoint": versus.engine.model.fingerprint(), "rule": versus.name},
     }
-    read = [files_of(name) for name in (rule[0], *([versus.name] if versus else []))]
+    read = [hashes_of(name) for name in (rule[0], *([versus.name] if versus else []))]
     work = json.dumps([{key: value for key, value in about.items() if key != "model"}, source.digest, read])
     about["identity"] = hashlib.sha256(work.encode()).hexdigest()[:16]
     about["arrays"] = {name: meaning for name, (_, meaning) in ARRAYS.items()}

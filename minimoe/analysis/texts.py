@@ -31,7 +31,7 @@ def parse_texts(words: Sequence[str]) -> list[Text]:
     """Texts from FILE or DOMAIN=FILE; without a name, the file's own up to its first dot.
 
     Raises:
-        InputError: no text, a file that is missing or empty, or two texts of one domain.
+        InputError: no text, a file that is missing or empty or does not begin as a text, or two texts of one domain.
     """
     texts = [_parse(word) for word in words]
     if not texts:
@@ -55,10 +55,11 @@ def _parse(word: str) -> Text:
     try:
         if path.stat().st_size == 0:
             raise InputError(f"{path} is empty; there is nothing to analyse in it.")
-        path.open("rb").close()
+        text = Text(domain, path)
+        next(_pieces(text, lambda count: None), None)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}.") from None
-    return Text(domain, path)
+    return text
 
 
 @dataclass(frozen=True, slots=True)

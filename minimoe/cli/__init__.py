@@ -5,6 +5,7 @@ Nothing imported from here on down to the verbs' own functions may import torch:
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -64,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except OSError as error:
         _drop_output()
-        return _fail(f"{error.filename or 'reading or writing'} failed: {error.strerror or error}.", FAILED)
+        code = BAD_INPUT if error.errno == errno.ENAMETOOLONG else FAILED
+        return _fail(f"{error.filename or 'reading or writing'} failed: {error.strerror or error}.", code)
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise

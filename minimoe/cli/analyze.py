@@ -63,7 +63,6 @@ def analyze(
     A run that was cut off goes on where it was when the same command is given again.
     """
     options.check_sampling(seed=seed)
-    folder = options.make_folder(out, DATA, SUMMARY)
     from minimoe.analysis.run import Versus
     from minimoe.analysis.run import analyze as run
     from minimoe.analysis.summary import summarise
@@ -71,10 +70,14 @@ def analyze(
     from minimoe.cli.own_rule import read_router
 
     sources = parse_texts(texts)
+    read_from = options.needed(*(str(s.path) for s in sources), models=[model, versus_model], specs=[router, versus])
+    folder = options.make_folder(out, DATA, SUMMARY, others=read_from)
     rule = read_router(router)
     other_rule = None if versus is None else read_router(versus)
     engine = options.load_engine(model, options.DEFAULT_ROUTER, backend, dtype, device, threads)
     context = engine.config.max_positions
+    if new_tokens >= context:
+        raise InputError(f"{new_tokens} new tokens leave no room for a window in the model's context of {context}.")
     window = min(WINDOW, context - new_tokens) if window is None else window
     if not 1 <= window <= context - new_tokens:
         raise InputError(

@@ -56,7 +56,7 @@ def calibrate(
     from minimoe.fitting import FITTED, check
 
     if out is not None:
-        options.check_output("--out", out, (text,))
+        options.check_output("--out", out, options.needed(text, models=[model], specs=[rule]))
     written = read_text(text)
     fitted = rule.strip().replace("-", "_")
     by_key = key is not None or fitted not in FITTED
@@ -65,6 +65,7 @@ def calibrate(
     elif out is None:
         raise InputError(f"{fitted} reads what is fitted from a file; say with --out FILE where it goes.")
     else:
+        options.check_in_spec("--out", out)
         check(fitted, mean_k)
     engine = options.load_engine(model, options.DEFAULT_ROUTER, backend, dtype, device, threads)
     for line in engine.notes:

@@ -63,11 +63,11 @@ def compare(
     options.check_sampling(seed=seed)
     if (text is None) == (cloze is None):
         raise InputError("give either --text FILE or --cloze FILE.")
-    if plot is not None:
-        _check_plot(plot, (text, cloze))
-    if out is not None:
-        options.check_output("--out", out, (text, cloze, plot))
     specs = split_specs(["elbow"] if router is None else router)
+    if plot is not None:
+        _check_plot(plot, options.needed(text, cloze, models=[model], specs=specs))
+    if out is not None:
+        options.check_output("--out", out, options.needed(text, cloze, plot, models=[model], specs=specs))
     if not specs:
         raise InputError("name at least one rule, as in --router elbow.")
     written = read_text(text) if text is not None else ""
@@ -104,7 +104,7 @@ def compare(
         _plot(outcomes, plot)
 
 
-def _check_plot(path: str, others: Iterable[str | None]) -> None:
+def _check_plot(path: str, others: Iterable[Path]) -> None:
     """Refuse a picture that could not be drawn, before there is work to lose.
 
     Raises:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json as json_module
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +21,6 @@ from minimoe.whole_file import write_whole
 if TYPE_CHECKING:
     from minimoe.engine import Engine
     from minimoe.evaluate.run import Benchmark
-    from minimoe.routers import Router
 
 ALL = "mmlu,arc_easy,arc_challenge,hellaswag,piqa,winogrande"
 
@@ -87,7 +84,11 @@ def eval(
     specs = split_specs(router or [options.DEFAULT_ROUTER])
     if not specs:
         raise InputError("name at least one rule, as in --router top_k,elbow.")
-    folder = None if out is None else options.make_folder(out, "items.jsonl", "result.json", "table.md")
+    if out is None:
+        folder = None
+    else:
+        read_from = options.needed(models=[model], specs=specs)
+        folder = options.make_folder(out, "items.jsonl", "result.json", "table.md", others=read_from)
     from minimoe.evaluate.run import prepare
     from minimoe.evaluate.tasks import find_tasks
 
@@ -104,7 +105,7 @@ def eval(
     from minimoe.evaluate.run import evaluate, left, settings
 
     routers = {spec: read_router(spec, every_pass=False) for spec in specs}
-    rules = {log_name(spec, rule): rule for spec, rule in routers.items()}
+    rules = {log_name(spec): rule for spec, rule in routers.items()}
     engine = options.load_engine(model, options.DEFAULT_ROUTER, backend, dtype, device, threads)
     tell(options.headline(options.describe(engine), ", ".join(specs)))
     for note in engine.notes:
@@ -138,14 +139,12 @@ def eval(
         write(table(found) + "\n" + notes(found))
 
 
-def log_name(spec: str, rule: Router) -> str:
+def log_name(spec: str) -> str:
     """What the log calls a rule: its SPEC, and a digest of the files it is made of, for a changed rule runs anew."""
-    from minimoe.cli.own_rule import OwnRule
+    from minimoe.routers.spec import hashes_of
 
-    paths = {Path(part) for part in re.split("[:=,]", spec) if Path(part).is_file()}
-    source = inspect.getsourcefile(type(rule.rule)) if isinstance(rule, OwnRule) else None
-    contents = [path.read_bytes() for path in sorted({*paths, *([Path(source)] if source else [])})]
-    return f"{spec}#{hashlib.sha256(b''.join(contents)).hexdigest()[:8]}" if contents else spec
+    hashes = hashes_of(spec)
+    return f"{spec}#{hashlib.sha256(''.join(hashes).encode()).hexdigest()[:8]}" if hashes else spec
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:

@@ -63,8 +63,10 @@ def generate(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
+    options.check_stop(stop)
     if record is not None:
-        options.check_output("--record", record)
+        options.check_output("--record", record, options.needed(prompt_file, models=[model], specs=[router]))
+        options.check_in_spec("--record", record)
         if max_new_tokens == 0:
             raise InputError("--record needs --max-new-tokens of at least 1: without new tokens nothing is run.")
     from minimoe.benchmark import Meter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +14,7 @@ import minimoe
 from minimoe.cli.terminal import reading
 from minimoe.errors import InputError
 from minimoe.hub import EMBEDDED
+from minimoe.whole_file import fresh_of
 
 if TYPE_CHECKING:
     from minimoe.engine import Engine
@@ -86,11 +87,21 @@ def check_sampling(**options: Any) -> dict[str, Any]:
     return options
 
 
-def check_output(option: str, path: str, others: Iterable[str | None] = ()) -> None:
+def needed(*files: str | None, models: Iterable[str | None] = (), specs: Iterable[str | None] = ()) -> list[Path]:
+    """What a command reads, and no output may replace: files, the folders of models, and what SPECs name."""
+    from minimoe.routers.spec import files_of
+
+    read = [Path(file) for file in files if file]
+    read += [Path(model) for model in models if model and Path(model).is_dir()]
+    return read + [file for spec in specs if spec for file in files_of(spec)]
+
+
+def check_output(option: str, path: str, others: Iterable[Path] = ()) -> None:
     """Refuse a file that cannot be written, before there is work to lose.
 
     Args:
-        others: files that are read or written besides, which it must not replace; None is no file.
+        others: files that are read or written besides, and folders of models: neither the file nor what it is made in
+            may replace one of them.
 
     Raises:
         InputError: names the option and the reason.
@@ -104,19 +115,43 @@ def check_output(option: str, path: str, others: Iterable[str | None] = ()) -> N
         raise InputError(f"{option} cannot write {path}: there is no folder {place.parent}.")
     if not os.access(place if place.exists() else place.parent, os.W_OK):
         raise InputError(f"{option} cannot write {path}: permission denied.")
-    for beside in (Path(f"{path}.part"), Path(f"{path}.new")):  # where the work goes until it is done
+    unfinished = (Path(f"{path}.part"), fresh_of(path))  # where the work goes until it is done
+    for beside in unfinished:
         if beside.is_dir():
             raise InputError(f"{option} cannot write {path}: {beside} is a folder.")
-    for other in others:
-        if other is not None and place.resolve() == Path(other).resolve():
-            raise InputError(f"{option} would replace {other}, which this command needs; name another file.")
+    touched = {file.resolve(): file for file in (place, *unfinished)}
+    for other in map(Path.resolve, others):
+        for file, shown in touched.items():
+            if file == other or (file.exists() and file.is_relative_to(other)):
+                raise InputError(f"{option} would replace {shown}, which this command needs; name another file.")
 
 
-def make_folder(out: str, *names: str) -> Path:
+def check_in_spec(option: str, path: str) -> None:
+    """Refuse the name of a file that no SPEC could name afterwards: a comma parts its keys.
+
+    Raises:
+        InputError: names the option.
+    """
+    if "," in path or path != path.strip():
+        raise InputError(f"{option} cannot be {path!r}: a rule could not be told to read a file of that name.")
+
+
+def check_stop(stop: Sequence[str] | None) -> None:
+    """Refuse an empty stop text before a large model is loaded.
+
+    Raises:
+        InputError: it is empty.
+    """
+    if "" in (stop or ()):
+        raise InputError("a stop text must be a text that is not empty.")
+
+
+def make_folder(out: str, *names: str, others: Iterable[Path] = ()) -> Path:
     """The folder of --out, made where it is not there yet.
 
     Args:
         names: the files that will be written into it.
+        others: see check_output.
 
     Raises:
         InputError: it cannot be made or written, or one of the files cannot.
@@ -131,7 +166,7 @@ def make_folder(out: str, *names: str) -> Path:
     if not os.access(folder, os.W_OK):
         raise InputError(f"--out cannot write {out}: permission denied.")
     for name in names:
-        check_output("--out", str(folder / name))
+        check_output("--out", str(folder / name), others)
     return folder
 
 

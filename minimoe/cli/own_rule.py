@@ -60,7 +60,7 @@ class OwnRule(Router):
         """
         try:
             with contextlib.redirect_stdout(sys.stderr):  # stdout is for the text, or for the one JSON document
-                routing = self.rule.route(logits_TE, context)
+                routing = self.rule.route(logits_TE.clone(), context)  # which it may write to
         except InputError:
             raise
         except (Exception, SystemExit) as error:  # a script may well call sys.exit

@@ -79,7 +79,7 @@ class Log:
             self._check(self._parse(lines[0], 1).get("settings"))
         for number, line in enumerate(lines[1:], 2):
             record = self._parse(line, number)
-            if not all(isinstance(record.get(key), str) for key in KEYS):
+            if not all(isinstance(record.get(key), str) for key in KEYS) or not _has_outcome(record):
                 raise self._broken(number)
             self._records[tuple(record[key] for key in KEYS)] = record
         self._file.truncate(len(whole))
@@ -107,3 +107,11 @@ class Log:
                     f"{self._path} is of a run with {key} {theirs.get(key)!r}, and this one has {value!r}; "
                     "choose another --out."
                 )
+
+
+def _has_outcome(record: Record) -> bool:
+    """Whether it says what came of the item: log-probabilities, a written answer, or why there is none."""
+    if "invalid" in record or isinstance(record.get("output"), str):
+        return True
+    values = [record.get("logprobs"), record.get("unconditional", [])]
+    return all(isinstance(part, list) and all(isinstance(value, float) for value in part) for part in values)

@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -194,8 +195,8 @@ class Kernels:
         _check(logits_TE)
         logits_TE = logits_TE.contiguous()
         T, E = logits_TE.shape
-        if not E or not 0 <= floor <= K <= E:
-            raise ValueError(f"from {floor} to {K} of {E} experts cannot be kept")
+        if count not in get_args(Count) or not E or not 0 <= floor <= K <= E:
+            raise ValueError(f"counted as {count!r}, from {floor} to {K} of {E} experts cannot be kept")
         experts_TK = torch.empty(T, K, dtype=torch.int64)
         weights_TK, k_T = torch.empty(T, K), torch.empty(T, dtype=torch.int64)
         self.interface.minimoe_prefix(

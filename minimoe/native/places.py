@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import Array, Structure, addressof, c_float, c_int64, c_void_p
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -191,8 +191,8 @@ class PrefixRule(Structure):
     _fields_ = [*((name, c_int64) for name in ("floor", "K", "elbow"))]
 
     def __init__(self, count: Count, floor: int, K: int) -> None:
-        if not 0 <= floor <= K:
-            raise ValueError(f"from {floor} to {K} experts cannot be kept")
+        if count not in get_args(Count) or not 0 <= floor <= K:
+            raise ValueError(f"counted as {count!r}, from {floor} to {K} experts cannot be kept")
         super().__init__(floor, K, count == "elbow")
 
 

@@ -101,10 +101,15 @@ def decide(router: Router, logits_TE: Tensor, context: RouterContext) -> Routing
     Raises:
         InputError: it returned no Routing, a broken one, or one for other tokens or experts.
     """
-    routing = router.route(logits_TE, context)
-    if getattr(router.route, "__module__", "").partition(".")[0] != "minimoe":
-        check_routing(routing, logits_TE, f"router {type(router).__name__}")
+    if _is_ours(router.route):
+        return router.route(logits_TE, context)
+    routing = router.route(logits_TE.clone(), context)
+    check_routing(routing, logits_TE, f"router {type(router).__name__}")
     return routing
+
+
+def _is_ours(method: Callable[..., Any]) -> bool:
+    return getattr(method, "__module__", "").partition(".")[0] == "minimoe"
 
 
 def check_routing(routing: object, logits_TE: Tensor, what: str) -> None:
@@ -189,7 +194,9 @@ class PrefixRouter(Router):
         if kernels and native and self._renorm(context) == "none":
             return Routing(*kernels.prefix(logits_TE, native, self.floor, limit), num_experts)
         sorted_probs_TE, experts_TE = rank(logits_TE)
-        k_T = self._checked(self.count(sorted_probs_TE, context), logits_TE.shape[0]).clamp(self.floor, limit)
+        # A copy to count on: what a rule of somebody's own writes into it must not become weights.
+        counted_TE = sorted_probs_TE if _is_ours(self.count) else sorted_probs_TE.clone()
+        k_T = self._checked(self.count(counted_TE, context), logits_TE.shape[0]).clamp(self.floor, limit)
         routing = keep(sorted_probs_TE, experts_TE, k_T, limit)
         wanted_T = self._mass(sorted_probs_TE, context)
         if wanted_T is None:

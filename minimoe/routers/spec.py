@@ -8,11 +8,11 @@ import importlib
 import importlib.util
 import inspect
 import os
-import re
 import sys
 import types
 import typing
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def find_rule(spec: str) -> tuple[str, Callable[..., Router], str]:
         return name, ROUTERS[name], keys
     if "/" in name and not name.endswith(".py"):
         raise InputError(f"{name!r} is not a file of Python code; write {name}.py:Class if that is its name.")
-    if name.endswith(".py") or "." in name or (class_name.isidentifier() and _is_module(name)):
+    if name.endswith(".py") or "." in name or (class_name.isidentifier() and _module_spec(name)):
         return f"{name}:{class_name}", _user_class(name, class_name), keys
     raise InputError(f"unknown router {name!r}; choose one of {', '.join(ROUTERS)}, or name your own as path.py:Class.")
 
@@ -57,10 +57,19 @@ def with_key(spec: str, key: str, value: float) -> str:
     return ":".join([*filter(None, (name, class_name)), ",".join([*known, f"{key}={value:.6g}"])])
 
 
-def files_of(spec: str) -> list[str]:
-    """A hash of each file that a SPEC names: the user's own rule, a calibration, a recording."""
-    words = [word.strip() for word in re.split("[:,=]", spec)]
-    return [hashlib.sha256(Path(word).read_bytes()).hexdigest() for word in words if os.path.isfile(word)]
+def files_of(spec: str) -> list[Path]:
+    """The files that a SPEC names: the user's own rule, also as a module, a calibration, a recording."""
+    name, class_name, keys = _split(spec)
+    named = [value.strip() for _, _, value in (part.partition("=") for part in keys.split(","))]
+    if name not in ROUTERS:
+        own = name if name.endswith(".py") or not class_name else getattr(_module_spec(name), "origin", None)
+        named.append(own or "")
+    return [Path(file) for file in named if os.path.isfile(file)]
+
+
+def hashes_of(spec: str) -> list[str]:
+    """A hash of each file that a SPEC names: what else than the SPEC its rule hangs on."""
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files_of(spec)]
 
 
 def _split(spec: str) -> tuple[str, str, str]:
@@ -73,11 +82,11 @@ def _split(spec: str) -> tuple[str, str, str]:
     return name, class_name, keys
 
 
-def _is_module(name: str) -> bool:
+def _module_spec(name: str) -> ModuleSpec | None:
     try:
-        return importlib.util.find_spec(name) is not None
+        return importlib.util.find_spec(name)
     except (ImportError, ValueError):
-        return False
+        return None
 
 
 def parameters(rule: Callable[..., Router]) -> dict[str, inspect.Parameter]:
