@@ -79,6 +79,18 @@ def test_nothing_that_is_read_is_written_over(cli: Cli, here: Path, words: tuple
         assert "would replace" in run.err
 
 
+def test_a_package_that_prints_or_breaks_is_told_of_as_ever(cli: Cli, here: Path, folder: Path) -> None:
+    for name, body in (("printing_rules", "print('hello')"), ("broken_rules", "1 / 0")):
+        (here / name).mkdir()
+        (here / name / "__init__.py").write_text(body)
+        (here / name / "mine.py").write_text(RULE.format(k=1))
+    words = ("generate", "x", "-n", 2, "-m", folder, "--record", "r.npz", "--json")
+    assert cli(*words, "-r", "printing_rules.mine:R").document["mean_k"] == 1
+    run = cli(*words, "-r", "broken_rules.mine:R")
+    assert_one_sentence(run)
+    assert "ZeroDivisionError" in run.err
+
+
 def test_other_names_in_the_same_places_are_fine(cli: Cli, here: Path) -> None:
     assert cli(*COMPARE, "--text", "text.svg", "-m", "model", "--out", "model/found.json").code == 0
     assert json.loads((here / "model" / "found.json").read_text())["items"] == 2

@@ -83,9 +83,11 @@ def _split(spec: str) -> tuple[str, str, str]:
 
 
 def _module_spec(name: str) -> ModuleSpec | None:
+    """Where Python would find a module; of one in a package, the package is imported for it."""
     try:
-        return importlib.util.find_spec(name)
-    except (ImportError, ValueError):
+        with contextlib.redirect_stdout(sys.stderr):  # whatever the package prints then
+            return importlib.util.find_spec(name)
+    except (Exception, SystemExit):  # whatever the user's own code raises: importing the rule tells it
         return None
 
 
