@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minimoe.cache import KVCache
 from minimoe.config import ModelConfig
-from minimoe.errors import InputError
+from minimoe.errors import InputError, NumericalError
 from minimoe.generation import PREFILL_TOKENS
 from minimoe.model import Batch, Olmoe
 from minimoe.probe import Phase, Probe
@@ -154,7 +154,7 @@ def measure(
 
     Raises:
         InputError: a work that does not fit its model's context, or a rule that does not fit the model.
-        NumericalError: router logits that are not finite.
+        NumericalError: router logits, or the last logits of a run that warms up, that are not finite.
     """
     for arm in arms:
         for work in works:
@@ -167,7 +167,8 @@ def measure(
             for arm in arms:
                 tally = tallies[work, arm]
                 if turn:
-                    tally.seconds.append(_run(arm, work, ids_BN, Probe() if arm.decoder else tally.meter, seed))
+                    _, seconds = _run(arm, work, ids_BN, Probe() if arm.decoder else tally.meter, seed)
+                    tally.seconds.append(seconds)
                 else:
                     _warm_up(arm, work, ids_BN, tally.meter, seed)
                 ran(arm, work)
@@ -179,15 +180,20 @@ def _warm_up(arm: Arm, work: Work, ids_BN: Tensor, meter: Meter, seed: int) -> N
 
     A decoder tells its probe of a step by copies from the device, so that its k is taken here and not where that would
     be timed too.
+
+    Raises:
+        NumericalError: the last logits are not finite: a wrong engine is not fast.
     """
-    _run(arm, work, ids_BN, meter if arm.decoder else Probe(), seed)
+    logits_BV, _ = _run(arm, work, ids_BN, meter if arm.decoder else Probe(), seed)
+    if not bool(logits_BV.isfinite().all()):
+        raise NumericalError(f"{work.name}: the logits are not finite; the weights are broken.")
     if arm.decoder:
         _run(arm, work, ids_BN, Probe(), seed)
 
 
 @torch.inference_mode()
-def _run(arm: Arm, work: Work, ids_BN: Tensor, meter: Probe, seed: int) -> float:
-    """Seconds of one run."""
+def _run(arm: Arm, work: Work, ids_BN: Tensor, meter: Probe, seed: int) -> tuple[Tensor, float]:
+    """The last logits [B, V] of one run, and its seconds."""
     model = arm.model
     ids_BN = ids_BN.to(model.device)
     caches = [KVCache(model.config, work.length, model.dtype, model.device) for _ in ids_BN]
@@ -197,7 +203,7 @@ def _run(arm: Arm, work: Work, ids_BN: Tensor, meter: Probe, seed: int) -> float
         batch = Batch(ids_BN.flatten(), [ids_BN.shape[1]] * len(ids_BN), caches, phase)
         return model.forward(batch, arm.rule, probe, draws)[batch.last_rows]
 
-    def read(ids_BN: Tensor, probe: Probe) -> None:
+    def read(ids_BN: Tensor, probe: Probe) -> Tensor:
         """Prompts, in passes of at most PREFILL_TOKENS as when generating."""
         for columns in ids_BN.split(PREFILL_TOKENS, dim=1):
             rows = max(1, PREFILL_TOKENS // columns.shape[1])
@@ -205,17 +211,18 @@ def _run(arm: Arm, work: Work, ids_BN: Tensor, meter: Probe, seed: int) -> float
                 step(columns[start : start + rows], caches[start : start + rows], "prefill", probe)
                 for start in range(0, len(columns), rows)
             ]
-        model.head(torch.cat(last))
+        return model.head(torch.cat(last))
 
-    def write(ids_BN: Tensor) -> None:
+    def write(ids_BN: Tensor) -> Tensor:
         for ids_B1 in ids_BN.split(1, dim=1):
             if arm.decoder:
-                arm.decoder.step(ids_B1[:, 0], caches, meter)
+                logits_BV = arm.decoder.step(ids_B1[:, 0], caches, meter)
             else:
-                model.head(step(ids_B1, caches, "decode", meter))
+                logits_BV = model.head(step(ids_B1, caches, "decode", meter))
             synchronise(model.device)  # the next token would be chosen from these logits
+        return logits_BV
 
     if work.kind == "pp":
-        return timed(lambda: read(ids_BN, meter), model.device)[1]
+        return timed(lambda: read(ids_BN, meter), model.device)
     read(ids_BN[:, :TG_PROMPT], Probe())
-    return timed(lambda: write(ids_BN[:, TG_PROMPT:]), model.device)[1]
+    return timed(lambda: write(ids_BN[:, TG_PROMPT:]), model.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ import minimoe
 from minimoe import benchmark
 from minimoe.benchmark import TG_PROMPT, Arm, Meter, Result, Work, measure
 from minimoe.engine import Engine
-from minimoe.errors import InputError
+from minimoe.errors import InputError, NumericalError
 from minimoe.routers import RouterContext, TopK
 from minimoe.routing import Routing
 
@@ -90,6 +91,16 @@ def test_a_turn_has_the_same_tokens_for_all_arms_and_new_ones_each_time(engine: 
     assert [ids for _, ids, _, _ in first.seen] == [ids for _, ids, _, _ in second.seen]
     assert len({tuple(ids) for _, ids, _, _ in first.seen}) == 4
     assert all(0 <= i < 300 for _, ids, _, _ in first.seen for i in ids)
+
+
+@pytest.mark.parametrize("work", [Work("pp", 4, 1), Work("tg", 2, 2)])
+def test_broken_weights_have_no_speed(checkpoint: Callable[..., Path], work: Work) -> None:
+    engine = minimoe.load(checkpoint("base"))
+    engine.model.head_VD[5] = math.inf  # a private mapping: the file stays as it is
+    for decoder in (None, engine.decoder):
+        arm = Arm("top_k", engine.backend, TopK(), engine.model, decoder)
+        with pytest.raises(NumericalError, match=f"{work.name}: the logits are not finite"):
+            measure([arm], [work], vocabulary=300, repetitions=1)
 
 
 def test_seed_decides_the_tokens(engine: Engine) -> None:
