@@ -30,7 +30,7 @@ from minimoe.profiler import Profile, Profiler, timed
 from minimoe.read_ahead import Progress, read_ahead
 from minimoe.routers import Router
 from minimoe.routers.spec import parse_router
-from minimoe.sampling import Sampling
+from minimoe.sampling import Sampling, stop_texts
 from minimoe.scoring import Score, cut, score
 from minimoe.tokenizer import Tokenizer
 
@@ -224,9 +224,7 @@ class Engine:
         """A checked Request; arguments and errors are those of `generate`."""
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
             raise InputError(f"max_new_tokens must be a whole number of at least 0, not {max_new_tokens!r}.")
-        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        if not all(isinstance(text, str) and text for text in stops):
-            raise InputError("a stop text must be a text that is not empty.")
+        stops = stop_texts(stop)
         unknown = [key for key in sampling if key not in Sampling.__dataclass_fields__]
         if unknown:
             known = ", ".join(Sampling.__dataclass_fields__)

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from minimoe.errors import InputError
-from minimoe.whole_file import write_whole
+from minimoe.whole_file import not_ours, write_whole
 
 
 class Journal:
@@ -35,7 +34,7 @@ class Journal:
             return
         lines = _read(path)
         if not lines and path.exists() and path.stat().st_size:
-            raise InputError(f"{path} is no unfinished work of minimoe, which would go there; move it away.")
+            raise not_ours(path)
         self._kept = lines[1:] if lines[:1] == [identity] else []
         write_whole(path, "".join(_line(value) for value in (identity, *self._kept)))  # without half a line
         self._file = path.open("a", encoding="utf-8")

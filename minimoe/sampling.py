@@ -62,6 +62,18 @@ def _is_number(value: object, *, whole: bool = False) -> bool:
     return isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
 
 
+def stop_texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The texts that end a continuation, from one or several.
+
+    Raises:
+        InputError: one that is empty, or no text.
+    """
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if not all(isinstance(text, str) and text for text in stops):
+        raise InputError("a stop text must be a text that is not empty.")
+    return stops
+
+
 class Sampler:
     """Chooses the tokens of one sequence, with randomness of its own: no other sequence changes its draws."""
 

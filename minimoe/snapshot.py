@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from minimoe.errors import InputError
-from minimoe.whole_file import replacing
+from minimoe.whole_file import not_ours, replacing
 
 BROKEN = (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
 """What numpy raises on a file that is no whole npz, or not with the arrays that are looked for."""
@@ -33,7 +32,7 @@ def read_snapshot(path: Path, arrays: Arrays, identity: str) -> int:
         InputError: the file is somebody else's, no snapshot.
     """
     if path.is_file() and path.stat().st_size and not _is_archive(path):
-        raise InputError(f"{path} is no unfinished work of minimoe, which would go there; move it away.")
+        raise not_ours(path)
     try:
         with np.load(path, allow_pickle=False) as file:
             if str(file["identity"]) != identity:

@@ -7,10 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from minimoe.errors import InputError
+
 
 def fresh_of(path: str | Path) -> Path:
     """Where a file is written until it is whole: a name that nobody else gives a file."""
     return Path(f"{path}.minimoe-new")
+
+
+def not_ours(path: Path) -> InputError:
+    """What is raised where unfinished work would go and somebody else's file lies."""
+    return InputError(f"{path} is no unfinished work of minimoe, which would go there; move it away.")
 
 
 @contextmanager

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import minimoe
@@ -23,11 +22,10 @@ from minimoe.engine import Engine
 from minimoe.errors import NumericalError
 from minimoe.generation import Generation
 from minimoe.model import Batch
-from minimoe.probe import Probe
 from minimoe.routers import Elbow, MixedK
-from minimoe.routing import Routing
 from tests.accelerator import DEVICE
 from tests.fixtures import edit_json, write_checkpoint
+from tests.watchers import SpanWatcher, Watcher
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
@@ -127,33 +125,11 @@ def test_streams_and_chats_go_through_the_steps(tmp_path: Path) -> None:
     assert set(engine.decoder.step_of) == {1}
 
 
-class Watcher(Probe):
-    """Notes all but spans."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def step(self, phase: str, new: Sequence[int], past: Sequence[int]) -> None:
-        self.seen.append((phase, list(new), list(past)))
-
-    def routed(self, layer: int, routing: Routing, logits_TE: Tensor) -> None:
-        self.seen.append((layer, routing.detach().experts_TK.tolist(), logits_TE.cpu().mul(1e3).round().tolist()))
-
-    def headed(self, rows: int) -> None:
-        self.seen.append(rows)
-
-
-class SpanWatcher(Watcher):
-    def span(self, name: str, layer: int | None = None) -> AbstractContextManager[None]:
-        self.seen.append(name)
-        return nullcontext()
-
-
 @pytest.mark.parametrize("make", [Watcher, SpanWatcher])
 def test_probes_see_what_they_ask_for(checkpoint: Folders, make: type[Watcher]) -> None:
     engine, seen = load(checkpoint("base", num_hidden_layers=1)), []
     for by in (engine, load(engine.name, backend="reference")):
-        probe = make()
+        probe = make(digits=3)
         by.generate(PROMPTS[2], max_new_tokens=3, temperature=0, probe=probe)
         seen.append(probe.seen)
     assert seen[0] == seen[1]

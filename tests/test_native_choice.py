@@ -52,9 +52,9 @@ def test_native_is_the_default_where_its_kernels_run() -> None:
 
 
 def test_without_the_library_the_package_runs_on_torch_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("native.library", "engine"):
+    for place in ("native.sets", "engine"):
         monkeypatch.setattr(f"minimoe.{place}.instruction_sets", lambda: ())
-    for place in ("experts", "linear", "native.library"):
+    for place in ("experts", "linear", "native.sets"):
         monkeypatch.setattr(f"minimoe.{place}.best_kernels", lambda: None)
     engine = minimoe.load("tiny", router="elbow")
     assert engine.backend == "bucketed"

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import minimoe
 from minimoe.cache import KVCache
@@ -26,10 +24,9 @@ from minimoe.generation import Generation
 from minimoe.model import Batch
 from minimoe.native import Kernels
 from minimoe.native.places import ModelPlaces, PrefixRule, StepPlaces
-from minimoe.probe import Probe
 from minimoe.routers import Elbow, Router, RouterContext, TopK
-from minimoe.routing import Routing
 from tests.native_sets import EPS, SETS, each_set, needs_kernels
+from tests.watchers import SpanWatcher, Watcher
 
 pytestmark = needs_kernels
 
@@ -52,31 +49,6 @@ def prompted(engine: Engine, lengths: Sequence[int]) -> list[KVCache]:
         filled = [(length, cache) for length, cache in zip(lengths, caches, strict=True) if length]
         model.forward(Batch(ids, [length for length, _ in filled], [cache for _, cache in filled]), engine.router)
     return caches
-
-
-class Watcher(Probe):
-    """Notes all but spans."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def step(self, phase: str, new: Sequence[int], past: Sequence[int]) -> None:
-        self.seen.append((phase, list(new), list(past)))
-
-    def routed(self, layer: int, routing: Routing, logits_TE: Tensor) -> None:
-        routing.check()
-        self.seen.append((layer, routing.experts_TK.tolist(), routing.weights_TK.tolist(), routing.k_T.tolist()))
-        self.seen.append(logits_TE.tolist())
-
-    def headed(self, rows: int) -> None:
-        self.seen.append(rows)
-
-
-class SpanWatcher(Watcher):
-    """Asks for spans, and does not note them."""
-
-    def span(self, name: str, layer: int | None = None) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -184,7 +156,7 @@ def test_generating_goes_through_the_steps_but_under_a_probe_of_spans(
     decode = Kernels.decode
     monkeypatch.setattr(Kernels, "decode", lambda self, *given: (steps.append(len(given[0])), decode(self, *given))[1])
 
-    def run(probe: Probe) -> list[Generation]:
+    def run(probe: Watcher) -> list[Generation]:
         requests = [
             engine.request(prompt, max_new_tokens=most, temperature=1.5, routing=True)
             for prompt, most in (("Once", 3), ("The fox", 5), ("Who?", 6))
@@ -197,7 +169,7 @@ def test_generating_goes_through_the_steps_but_under_a_probe_of_spans(
 
     for probe in (make(), SpanWatcher()):
         texts.append(run(probe))
-        seen.append(probe.seen)
+        seen.append([note for note in probe.seen if not isinstance(note, str)])  # without the names of spans
     assert seen[0] == seen[1]
     assert steps == ([3, 3, 2, 2, 1] if make is Watcher else [])
     for ours, theirs in zip(*texts, strict=True):

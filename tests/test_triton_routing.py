@@ -45,7 +45,7 @@ SPECS = [
 def rules_by_torch() -> Iterator[None]:
     """As on a GPU: the native kernels' softmax adds up in another order."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("minimoe.native.library.best_kernels", lambda: None)
+        patch.setattr("minimoe.native.sets.best_kernels", lambda: None)
         yield
 
 

@@ -63,14 +63,15 @@ def generate(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
-    options.check_stop(stop)
     if record is not None:
         options.check_output("--record", record, options.needed(prompt_file, models=[model], specs=[router]))
         options.check_in_spec("--record", record)
         if max_new_tokens == 0:
             raise InputError("--record needs --max-new-tokens of at least 1: without new tokens nothing is run.")
     from minimoe.benchmark import Meter
+    from minimoe.sampling import stop_texts
 
+    stop_texts(stop)  # refused before a large model is loaded
     start = time.perf_counter()
     engine = options.load_engine(model, router, backend, dtype, device, threads)
     load_seconds = time.perf_counter() - start

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -134,16 +134,6 @@ def check_in_spec(option: str, path: str) -> None:
     """
     if "," in path or path != path.strip():
         raise InputError(f"{option} cannot be {path!r}: a rule could not be told to read a file of that name.")
-
-
-def check_stop(stop: Sequence[str] | None) -> None:
-    """Refuse an empty stop text before a large model is loaded.
-
-    Raises:
-        InputError: it is empty.
-    """
-    if "" in (stop or ()):
-        raise InputError("a stop text must be a text that is not empty.")
 
 
 def make_folder(out: str, *names: str, others: Iterable[Path] = ()) -> Path:

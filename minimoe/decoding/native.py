@@ -1,5 +1,4 @@
-"""Decode steps in one call of the native kernels: Python between the products of each layer costs time, a tenth of a
-step when memory is fast.
+"""Decode steps in one call of the native kernels: Python between the products of each layer costs some 6 % of a step.
 
 Shape letters: B sequences.
 """
@@ -15,8 +14,7 @@ from minimoe.cache import KVCache
 from minimoe.decoding.base import Decoder, Routings
 from minimoe.experts.native import NativeExperts
 from minimoe.model import Olmoe
-from minimoe.native import Kernels
-from minimoe.native.places import ExpertPlaces, ModelPlaces, PrefixRule, StepPlaces
+from minimoe.native.places import ExpertPlaces, ModelPlaces, PrefixRule
 from minimoe.operations import NativeOperations
 from minimoe.routers import Elbow, PrefixRouter, Router, TopK
 from minimoe.routing import Routing
@@ -25,9 +23,9 @@ from minimoe.routing import Routing
 class NativeDecoder(Decoder):
     """The same bits as the model's own passes. Made by `of`."""
 
-    def __init__(self, model: Olmoe, router: Router, rule: PrefixRule, kernels: Kernels) -> None:
+    def __init__(self, model: Olmoe, router: Router, rule: PrefixRule, operations: NativeOperations) -> None:
         super().__init__(router)
-        self._model, self._rule, self._kernels = model, rule, kernels
+        self._model, self._rule, self._operations = model, rule, operations
         self._places = ModelPlaces(
             model.embed_VD,
             [layer.attention.places for layer in model.layers],
@@ -43,15 +41,13 @@ class NativeDecoder(Decoder):
         """The steps of a model with the native backend, or None if Python has to be asked what the rule decides."""
         assert isinstance(model.operations, NativeOperations)
         rule = counted(router, model)
-        return None if rule is None else cls(model, router, rule, model.operations.kernels)
+        return None if rule is None else cls(model, router, rule, model.operations)
 
     def run(self, ids_B: Tensor, caches: Sequence[KVCache], tell: bool) -> tuple[Tensor, Routings]:
-        lengths = [cache.length for cache in caches]
-        rotation = self._model.rotation(torch.tensor(lengths))
-        steps = StepPlaces(
-            [cache.keys_LHCd for cache in caches], [cache.values_LHCd for cache in caches], lengths, *rotation
-        )
-        found = self._kernels.decode(ids_B, self._places, steps, self._rule)
+        rotation = self._model.rotation(torch.tensor([cache.length for cache in caches]))
+        steps = self._operations.sequences([1] * len(caches), caches, rotation).steps
+        assert steps is not None
+        found = self._operations.kernels.decode(ids_B, self._places, steps, self._rule)
         if not tell:
             return found.logits_TV, []
         E = self._model.config.num_experts

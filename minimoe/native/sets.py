@@ -1,4 +1,4 @@
-"""The library of native kernels: finding it, and choosing an instruction set.
+"""The instruction sets of the native kernels: finding their library, and choosing one.
 
 It is C++ with a plain C interface, built with the package where there is a compiler and absent elsewhere. It is
 compiled with OpenMP but not linked to a runtime of its own, so that it shares torch's threads; that is why torch has to
