@@ -21,7 +21,7 @@ test: $(DEV)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The native kernels without Python: every instruction set that this processor has against plain loops (g++).
-KERNELS := interface decode scalar avx2 avx512 avx512bf16 amx
+KERNELS := interface decode prefix scalar avx2 avx512 avx512bf16 amx
 test-kernels:
 	mkdir -p build
 	g++ -std=gnu++17 -O3 -fopenmp -fno-math-errno $(KERNELS:%=minimoe/native/%.cpp) tests/kernels.cpp -o build/kernels

@@ -38,8 +38,8 @@ from minimoe.flops import head_flops, layer_flops, pass_bytes
 from minimoe.model import Batch, Olmoe
 from minimoe.placing import EXPERT
 from minimoe.probe import RoutingRecorder
-from minimoe.routers import Elbow, GapRatio, MaxGap, MinP, Router, RouterContext, Threshold, TopK, TopP
-from minimoe.triton.routing import on_device
+from minimoe.routers import Elbow, Entropy, GapRatio, MaxGap, MinP, Router, RouterContext, Threshold, TopK, TopP
+from minimoe.triton.routing import route
 
 # Standard deviations of the router logits; elbow then keeps 7.6, 6 and 4 of 8 experts (bench/README.md).
 GATE_SCALES = (0.5, 2.65, 6.1)
@@ -177,12 +177,12 @@ class Bench:
         logits_TE[0] = 1  # ties
         ids_T = self.ids(T)
         context = RouterContext(0, "decode", ids_T, ids_T, ids_T, c.top_k, c.norm_topk_prob)
-        for rule in (TopK(), Elbow(), MaxGap(), GapRatio(), TopP(), MinP(), Threshold()):
+        for rule in (TopK(), Elbow(), MaxGap(), GapRatio(), TopP(), MinP(), Threshold(), Entropy()):
             expected = rule.route(logits_TE, context)
             found = replace(expected, **{name: torch.empty_like(getattr(expected, name)) for name in ROUTING_TENSORS})
-            kernel = on_device(rule, c.top_k, c.num_experts, c.norm_topk_prob)
-            assert kernel is not None, rule
-            kernel.route(logits_TE, found, torch.zeros(1, dtype=torch.int32, device=self.size.device))
+            followed = rule.rule(context, c.num_experts)
+            assert followed is not None, rule
+            route(followed, logits_TE, found, torch.zeros(1, dtype=torch.int32, device=self.size.device))
             other_T = (found.experts_TK != expected.experts_TK).any(dim=1) | (found.k_T != expected.k_T)
             shares[f"routing by {type(rule).__name__}"] = float(other_T.float().mean())
         return shares

@@ -90,8 +90,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arm:
-    """One configuration under test: a rule and a model with a backend, what to call them, and the decode steps
-    without Python in them, if it has some."""
+    """One configuration under test: a rule and a model with a backend, what to call them, and its decode steps
+    in one go, if it has some."""
 
     router: str
     backend: str
@@ -216,7 +216,7 @@ def _run(arm: Arm, work: Work, ids_BN: Tensor, meter: Probe, seed: int) -> tuple
     def write(ids_BN: Tensor) -> Tensor:
         for ids_B1 in ids_BN.split(1, dim=1):
             if arm.decoder:
-                logits_BV = arm.decoder.step(ids_B1[:, 0], caches, meter)
+                logits_BV = arm.decoder.step(ids_B1[:, 0], caches, meter, draws)
             else:
                 logits_BV = model.head(step(ids_B1, caches, "decode", meter))
             synchronise(model.device)  # the next token would be chosen from these logits

@@ -86,7 +86,7 @@ class Engine:
         return self._decoder
 
     def decoder_for(self, router: Router) -> Decoder | None:
-        """Decode steps without Python in them; None where the rule has to be asked. See minimoe.decoding."""
+        """Decode steps without Python between their layers, or None. See minimoe.decoding."""
         return find_decoder(self.model, router, self.backend)
 
     def uncaptured(self, router: Router) -> tuple[str, ...]:

@@ -136,8 +136,8 @@ class Batcher:
         model, tokenizer, router: the engine's.
         eos_ids: tokens that end a text.
         probe: sees every pass, or None.
-        decoder: decode steps without Python in them, for this model and rule, or None. They have no spans: under a
-            probe that needs some every pass is the model's own.
+        decoder: decode steps of this model and rule in one go, or None. They have no spans: under a probe that needs
+            some every pass is the model's own.
         max_batch, prefill_tokens: limits of one pass.
     """
 
@@ -186,7 +186,7 @@ class Batcher:
             if fresh:
                 self._prefill(fresh, generator)
             elif alive and self.decoder:
-                self._step(alive, self.decoder)
+                self._step(alive, self.decoder, generator)
             elif alive:
                 self._pass("decode", [(active, [active.tokens[-1]]) for active in alive], generator)
             for active in running:
@@ -237,12 +237,12 @@ class Batcher:
             logits_SV = self.model.head(hidden_TD[[row for _, row in done]], self.probe)
             self._choose([active for active, _ in done], logits_SV)
 
-    def _step(self, alive: Sequence[_Active], decoder: Decoder) -> None:
-        """A decode step without Python in it."""
+    def _step(self, alive: Sequence[_Active], decoder: Decoder, generator: torch.Generator) -> None:
+        """A decode step in one go."""
         work = [(active, active.tokens[-1:]) for active in alive]
         ids_B = torch.tensor([token for _, (token,) in work])
         recorder, probe = self._recorder(work)
-        logits_BV = decoder.step(ids_B, [active.cache for active in alive], probe)
+        logits_BV = decoder.step(ids_B, [active.cache for active in alive], probe, generator)
         _deal_out(recorder, work)
         self._choose(alive, logits_BV)
 

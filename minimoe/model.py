@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -50,6 +50,12 @@ class Batch:
     def past(self) -> list[int]:
         """Cached positions of each sequence."""
         return [cache.length for cache in self.caches] if self.caches is not None else [0] * len(self.new)
+
+    @property
+    def positions_T(self) -> Tensor:
+        """int64, where in its sequence each token stands."""
+        spans = [range(p, p + n) for p, n in zip(self.past, self.new, strict=True)]
+        return torch.tensor([p for span in spans for p in span], device=self.ids_T.device)
 
     @property
     def last_rows(self) -> list[int]:
@@ -143,6 +149,34 @@ class Olmoe:
         angles_T1d = (positions_T.float()[:, None] * self.inverse_d2).repeat(1, 2)[:, None]
         return angles_T1d.cos().to(self.dtype), angles_T1d.sin().to(self.dtype)
 
+    def asking(
+        self, batch: Batch, positions_T: Tensor, router: Router, generator: torch.Generator | None
+    ) -> Callable[[int, Tensor], Routing]:
+        """What asks a rule about the tokens of a pass: given a layer and its router logits [T, E], their routing.
+
+        Args:
+            positions_T: those of the batch.
+            generator: randomness for rules that draw.
+        """
+        sequence_T = torch.tensor([b for b, n in enumerate(batch.new) for _ in range(n)], device=self.device)
+        # All before the first layer: between products that stream weights the same lines cost ten times as much.
+        contexts = [
+            RouterContext(
+                layer=layer,
+                phase=batch.phase,
+                ids_T=batch.ids_T,
+                positions_T=positions_T,
+                sequence_T=sequence_T,
+                top_k=self.config.top_k,
+                norm_topk_prob=self.config.norm_topk_prob,
+                generator=generator,
+                num_layers=self.config.num_layers,
+                checkpoint=self.fingerprint,
+            )
+            for layer in range(self.config.num_layers)
+        ]
+        return lambda layer, logits_TE: decide(router, logits_TE, contexts[layer])
+
     def fingerprint(self) -> str:
         """What tells this checkpoint from others, the same in every dtype and place.
 
@@ -218,28 +252,10 @@ class _HostPass(Pass):
     """A batch of sequences under a rule that is asked on the host."""
 
     def __init__(self, model: Olmoe, batch: Batch, router: Router, generator: torch.Generator | None) -> None:
-        config, spans = model.config, [range(p, p + n) for p, n in zip(batch.past, batch.new, strict=True)]
-        positions_T = torch.tensor([p for span in spans for p in span], device=model.device)
-        sequence_T = torch.tensor([b for b, span in enumerate(spans) for _ in span], device=model.device)
+        positions_T = batch.positions_T
         self.ids_T = batch.ids_T
-        self._operations, self._router = model.operations, router
+        self._operations, self._ask = model.operations, model.asking(batch, positions_T, router, generator)
         self._sequences = model.operations.sequences(batch.new, batch.caches, model.rotation(positions_T))
-        # All before the first layer: between products that stream weights the same lines cost ten times as much.
-        self._contexts = [
-            RouterContext(
-                layer=layer,
-                phase=batch.phase,
-                ids_T=batch.ids_T,
-                positions_T=positions_T,
-                sequence_T=sequence_T,
-                top_k=config.top_k,
-                norm_topk_prob=config.norm_topk_prob,
-                generator=generator,
-                num_layers=config.num_layers,
-                checkpoint=model.fingerprint,
-            )
-            for layer in range(config.num_layers)
-        ]
 
     def attend(self, of: Attention, x_TD: Tensor) -> Tensor:
         return self._operations.attention(of, x_TD, self._sequences)
@@ -249,4 +265,4 @@ class _HostPass(Pass):
             raise router_error(layer)
 
     def route(self, layer: int, logits_TE: Tensor) -> Routing:
-        return decide(self._router, logits_TE, self._contexts[layer])
+        return self._ask(layer, logits_TE)

@@ -19,20 +19,21 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from minimoe.operations import Attention
+from minimoe.routers import PrefixRouter, RouterContext
 from minimoe.routers.spec import parse_router
 from minimoe.routing import Routing
 from minimoe.triton.attention import attend_one_each
 from minimoe.triton.grouped import run_grouped
 from minimoe.triton.operations import TritonOperations
 from minimoe.triton.pairs import run_pairs
-from minimoe.triton.routing import on_device
+from minimoe.triton.routing import route
 
 D, I, E, K, H = 2048, 1024, 64, 8, 16
 EVERYTHING = sys.argv[1:] == ["--all"]
 DTYPES = (torch.bfloat16, torch.float32) if EVERYTHING else (torch.bfloat16,)
 TOKENS = (1, 32, 2048) if EVERYTHING else (1, 32)
 CLIPS = (None, 8.0) if EVERYTHING else (None,)
-MORE_RULES = ("elbow:reading=printed", "max_gap", "gap_ratio", "top_p", "min_p", "threshold:renorm=topk")
+MORE_RULES = ("elbow:reading=printed", "max_gap", "gap_ratio", "top_p", "min_p", "threshold:renorm=topk", "entropy")
 RULES = ("top_k", "elbow", *(MORE_RULES if EVERYTHING else ()))
 compiled: dict[str, int] = {}
 
@@ -73,8 +74,10 @@ for dtype in DTYPES:
         turns = torch.empty(8, 1, D // H, dtype=dtype)
         attend_one_each(of, x_TD[:8], x_TD[:8], x_TD[:8], (turns, turns), torch.empty(4, 8, dtype=torch.int64))
     for spec in RULES:
-        rule = on_device(parse_router(spec), K, E, norm_topk_prob=False)
+        router = parse_router(spec)
+        assert isinstance(router, PrefixRouter)
+        rule = router.rule(RouterContext(0, "decode", *[torch.empty(0)] * 3, K, norm_topk_prob=False), E)
         assert rule is not None
         into = Routing(torch.empty(8, K, dtype=torch.int64), torch.empty(8, K), torch.empty(8, dtype=torch.int64), E)
-        rule.route(torch.empty(8, E, dtype=dtype), into, torch.zeros(1, dtype=torch.int32))
+        route(rule, torch.empty(8, E, dtype=dtype), into, torch.zeros(1, dtype=torch.int32))
 print(json.dumps(compiled))

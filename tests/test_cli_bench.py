@@ -23,11 +23,11 @@ from tests.native_sets import needs_kernels
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--routers", "top_k,min_p", "-n", 1), True),
-        (("--routers", "top_k,elbow", "-n", 1), False),
-        (("--routers", "min_p,top_p", "-n", 1), False),
-        (("--routers", "top_k,min_p", "-n", 0), False),
-        (("--routers", "top_k,min_p", "-n", 1, "--backends", "bucketed"), False),
+        (("--routers", "top_k,union", "-n", 1), True),
+        (("--routers", "top_k,min_p", "-n", 1), False),
+        (("--routers", "union,mixed_k", "-n", 1), False),
+        (("--routers", "top_k,union", "-n", 0), False),
+        (("--routers", "top_k,union", "-n", 1, "--backends", "bucketed"), False),
     ],
 )
 @needs_kernels
@@ -37,7 +37,7 @@ def test_steps_that_ask_python_are_told_of_where_others_do_not(
     backend = () if "--backends" in words else ("--backends", "native")
     run = cli("bench", "-m", folder, "-p", 2, "-r", 1, *words, *backend, "--json")
     assert run.document["rows"]
-    assert ("what min_p decides is asked of Python" in run.err) == told
+    assert ("what union decides is asked of Python" in run.err) == told
 
 
 def test_bench_json(cli: Cli, folder: Path) -> None:

@@ -210,12 +210,12 @@ class NoLooking(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("router", ["elbow", "top_p:renorm=kept", "gap_ratio"])
+@pytest.mark.parametrize("router", ["elbow", "top_p:renorm=kept", "gap_ratio", "entropy"])
 def test_nothing_that_is_captured_looks_at_a_value(checkpoint: Folders, router: str) -> None:
     engine = load(checkpoint("base", num_hidden_layers=1), router)
     with torch.inference_mode():
         caches = prompted(engine, [2, 5])
-        step = decoding.DecodeStep(engine.model, engine.decoder._rule, 2)
+        step = decoding.DecodeStep(engine.model, engine.decoder._rules, 2)
         with NoLooking():
             step.run(torch.tensor([3, 4]), caches)
         with NoLooking(), pytest.raises(AssertionError, match="looks at values"):
@@ -251,7 +251,7 @@ def test_the_launches_of_a_layer(
     counts = []
     for layers in (1, 2):
         engine = load(checkpoint("base", num_hidden_layers=layers))
-        step = decoding.DecodeStep(engine.model, engine.decoder._rule, len(lengths))
+        step = decoding.DecodeStep(engine.model, engine.decoder._rules, len(lengths))
         with torch.inference_mode():
             caches = prompted(engine, lengths)
         with torch.inference_mode(), Launches() as launches, monkeypatch.context() as patch:
@@ -263,7 +263,7 @@ def test_the_launches_of_a_layer(
 
 def test_a_capture_that_fails_is_not_kept(checkpoint: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(checkpoint("base", num_hidden_layers=1))
-    step = decoding.DecodeStep(engine.model, engine.decoder._rule, 1)
+    step = decoding.DecodeStep(engine.model, engine.decoder._rules, 1)
     step.captures = True
 
     @contextmanager
@@ -288,7 +288,7 @@ def test_a_capture_that_fails_is_not_kept(checkpoint: Folders, monkeypatch: pyte
 def test_the_second_step_is_captured_and_then_replayed(checkpoint: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for CUDA's graphs, whose replay runs again what ran while it was captured."""
     engine, events = load(checkpoint("base", num_hidden_layers=1)), []
-    step = decoding.DecodeStep(engine.model, engine.decoder._rule, 1)
+    step = decoding.DecodeStep(engine.model, engine.decoder._rules, 1)
     step.captures = True
     body = step._run
 

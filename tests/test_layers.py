@@ -26,7 +26,7 @@ ROWS = [
     {"linear", "cache"},
     {"native"},
     {"recording", "journal", "snapshot"},
-    {"routing", "probe", "config", "calibration", "curve"},
+    {"routing", "prefix_rule", "probe", "config", "calibration", "curve"},
     {"errors", "intervals", "tables", "whole_file"},
 ]
 ROW = {name: row for row, names in enumerate(ROWS) for name in names}

@@ -273,8 +273,7 @@ def test_what_does_not_fit_is_refused() -> None:
     sorted_TE, experts_TE = kernels.rank(torch.randn(3, 4))
     k_T = torch.tensor([1, 2, 3])
     for call in (
-        lambda: kernels.elbow(sorted_TE.double()),
-        lambda: kernels.elbow(torch.empty(3, 0)),
+        lambda: kernels.keep(sorted_TE.double(), experts_TE, k_T, 2),
         lambda: kernels.keep(sorted_TE, experts_TE, k_T.int(), 2),
         lambda: kernels.keep(sorted_TE, experts_TE.int(), k_T, 2),
         lambda: kernels.keep(sorted_TE, experts_TE, k_T, 5),

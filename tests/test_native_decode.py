@@ -5,6 +5,7 @@ Shape letters: B sequences.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,18 +14,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import minimoe
 from minimoe.cache import KVCache
 from minimoe.decoding.native import NativeDecoder
 from minimoe.engine import Engine
-from minimoe.errors import NumericalError
+from minimoe.errors import InputError, NumericalError
 from minimoe.experts.native import NativeExperts
 from minimoe.generation import Generation
 from minimoe.model import Batch
 from minimoe.native import Kernels
-from minimoe.native.places import ModelPlaces, PrefixRule, StepPlaces
+from minimoe.native.places import KernelRules, ModelPlaces, StepPlaces
+from minimoe.prefix_rule import PrefixRule
 from minimoe.routers import Elbow, Router, RouterContext, TopK
+from minimoe.routing import Routing
 from tests.native_sets import EPS, SETS, each_set, needs_kernels
 from tests.watchers import SpanWatcher, Watcher
 
@@ -36,6 +40,24 @@ ROOM = 40
 
 def load(folder: Path | str, router: Any = "elbow", isa: str = "", **options: Any) -> Engine:
     return minimoe.load(folder, router=router, backend=f"native:isa={isa or SETS[0].name}", **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(TopK):
+    """Counts as TopK does, and sets another limit in each layer."""
+
+    def limit(self, context: RouterContext) -> int:
+        return 1 + context.layer % 2
+
+
+class Backwards(Router):
+    """The two worst experts, in tensors that do not lie row after row."""
+
+    def route(self, logits_TE: Tensor, context: RouterContext) -> Routing:
+        logits_TE.sort(descending=True)  # it may write to what it is given, too
+        T, E = logits_TE.shape
+        experts_TK = logits_TE.argsort(stable=True)[:, :2].T.contiguous().T
+        return Routing(experts_TK, torch.full((2, T), 0.5).T, torch.full((T,), 2), E)
 
 
 def prompted(engine: Engine, lengths: Sequence[int]) -> list[KVCache]:
@@ -61,19 +83,30 @@ def prompted(engine: Engine, lengths: Sequence[int]) -> list[KVCache]:
         ("clip_qkv", "top_k", [30]),
         ("one_expert", "elbow", [4]),
         ("tied_head", "elbow:floor=0,renorm=none", [2, 2]),
+        ("top8_of_64", "top_p:p=0.3,floor=0", [4, 1]),
+        ("top8_of_64", "threshold:p=1,floor=0", [2]),
+        ("norm_topk_true", "elbow", [1, 6]),
+        ("top8_of_64", "entropy:renorm=topk", [1, 6]),
+        ("base", "layer_k:k=1/3/2", [3]),
+        ("base", "random:k=2", [3, 5, 2]),
+        ("base", Mine(), [3, 1]),
+        ("base", Backwards(), [2, 4]),
     ],
 )
 def test_steps_equal_the_models_own_bit_for_bit(
-    checkpoint: Folders, variant: str, router: str, lengths: list[int], dtype: str
+    checkpoint: Folders, variant: str, router: str | Router, lengths: list[int], dtype: str
 ) -> None:
+    """By rules that count, by rules that are asked, and by rules of a user's own."""
     engine = load(checkpoint(variant), router, dtype=dtype)
     assert isinstance(engine.decoder, NativeDecoder)
     with torch.inference_mode():
         caches, twins = prompted(engine, lengths), prompted(engine, lengths)
+        draws, same_draws = (torch.Generator().manual_seed(0) for _ in range(2))
         for token in (7, 11, 13):
             ids_B, ours, theirs = torch.arange(len(lengths)) + token, Watcher(), Watcher()
-            logits_BV = engine.decoder.step(ids_B, caches, ours)
-            hidden_BD = engine.model.forward(Batch(ids_B, [1] * len(lengths), twins, "decode"), engine.router, theirs)
+            logits_BV = engine.decoder.step(ids_B, caches, ours, draws)
+            batch = Batch(ids_B, [1] * len(lengths), twins, "decode")
+            hidden_BD = engine.model.forward(batch, engine.router, theirs, same_draws)
             assert torch.equal(logits_BV, engine.model.head(hidden_BD, theirs))
             assert ours.seen == theirs.seen
         for cache, twin, length in zip(caches, twins, lengths, strict=True):
@@ -101,35 +134,126 @@ def test_every_set_steps_as_plain_torch_does(checkpoint: Folders, kernels: Kerne
         assert distance < 8 * EPS[torch.bfloat16]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mine(TopK):
-    """Counts as TopK does, and sets another limit in each layer."""
-
-    def limit(self, context: RouterContext) -> int:
-        return 1 + context.layer % 2
-
-
 @pytest.mark.parametrize(
-    ("variant", "router", "decodes"),
+    ("variant", "router", "counts"),
     [
         ("base", "top_k", True),
         ("base", "elbow", True),
-        ("base", "elbow:renorm=kept", False),
-        ("base", "elbow:reading=printed", False),
-        ("base", "top_p", False),
-        ("base", "layer_k:k=1/2/1", False),
+        ("base", "elbow:renorm=kept,reading=printed", True),
+        ("base", "top_p", True),
+        ("base", "layer_k:k=1/2/1", True),
+        ("norm_topk_true", "top_k", True),
         ("base", Mine(), False),
+        ("base", "mixed_k:k=1.5", False),
         ("base", "top_k:k=9", False),  # of 8 experts: refused with a sentence by the rule itself
-        ("norm_topk_true", "top_k", False),
-        ("norm_topk_true", "top_k:renorm=none", True),
     ],
 )
-def test_rules_that_only_count_need_no_python(
-    checkpoint: Folders, variant: str, router: str | Router, decodes: bool
+def test_rules_that_only_count_are_not_asked(
+    checkpoint: Folders, variant: str, router: str | Router, counts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = load(checkpoint(variant), router)
-    assert isinstance(engine.decoder, NativeDecoder) == decodes
+    engine, asked = load(checkpoint(variant), router), []
+    route = type(engine.router).route
+    monkeypatch.setattr(
+        type(engine.router), "route", lambda *given: (asked.append(given[2].layer), route(*given))[1], raising=True
+    )
+    assert engine.decoder is not None
+    with torch.inference_mode():
+        caches = prompted(engine, [0])
+        if router == "top_k:k=9":
+            with pytest.raises(InputError, match="up to 9 experts a token, but the model has 8"):
+                engine.decoder.step(torch.tensor([3]), caches)
+        else:
+            engine.decoder.step(torch.tensor([3]), caches)
+    layers = [0] if router == "top_k:k=9" else [0, 1, 2]
+    assert asked == ([] if counts else layers)
     assert engine.notes == ()
+
+
+class Failing(Router):
+    """Fails in the second layer, one way or another."""
+
+    def __init__(self, failure: BaseException | Routing) -> None:
+        self.failure, self.layers = failure, list[int]()
+
+    def route(self, logits_TE: Tensor, context: RouterContext) -> Routing:
+        self.layers.append(context.layer)
+        if context.layer == 0:
+            return TopK(k=2).route(logits_TE, context)
+        if isinstance(self.failure, Routing):
+            return self.failure
+        raise self.failure
+
+
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        (ZeroDivisionError("by nought"), "by nought"),
+        (KeyboardInterrupt("stop"), "stop"),
+        (Routing(torch.tensor([[9]]), torch.ones(1, 1), torch.tensor([1]), 8), "broken Routing"),
+        (Routing(torch.tensor([[1]]), torch.ones(1, 1).double(), torch.tensor([1]), 8), "broken Routing"),
+        (Routing(torch.tensor([[1], [1]]), torch.ones(2, 1), torch.tensor([1, 1]), 8), "was given logits"),
+    ],
+)
+def test_what_a_rule_raises_comes_through_the_kernels(
+    checkpoint: Folders, failure: BaseException | Routing, told: str
+) -> None:
+    engine = load(checkpoint("base"))
+    rule = Failing(failure)
+    decoder = engine.decoder_for(rule)
+    assert decoder is not None
+    kind = InputError if isinstance(failure, Routing) else type(failure)
+    with torch.inference_mode():
+        (cache,) = prompted(engine, [2])
+        with pytest.raises(kind, match=told):
+            decoder.step(torch.tensor([3]), [cache])
+        assert (cache.length, rule.layers) == (2, [0, 1])
+        (twin,) = prompted(engine, [2])
+        assert engine.decoder is not None
+        sound, again = (engine.decoder.step(torch.tensor([3]), [one]) for one in (twin, cache))
+        assert torch.equal(sound, again)
+
+
+def test_the_kernels_refuse_a_routing_that_nobody_looked_at(checkpoint: Folders) -> None:
+    """As a rule of minimoe's own might give it."""
+    engine = load(checkpoint("base"))
+    decoder = engine.decoder
+    assert isinstance(decoder, NativeDecoder)
+    cache = KVCache(engine.config, 4, engine.model.dtype, engine.model.device)
+    rotation = engine.model.rotation(torch.tensor([0]))
+    steps = StepPlaces([cache.keys_LHCd], [cache.values_LHCd], [0], *rotation)
+    one, ids_B = torch.ones(1, 1), torch.tensor([3])
+    for wrong in (
+        Routing(torch.tensor([[8]]), one, torch.tensor([1]), 8),
+        Routing(torch.tensor([[-1]]), one, torch.tensor([1]), 8),
+        Routing(torch.tensor([[1]]), one, torch.tensor([2]), 8),
+        Routing(torch.tensor([[1]]), one, torch.tensor([-1]), 8),
+    ):
+        with pytest.raises(ValueError, match="a routing holds k between 0"):
+            SETS[0].decode(ids_B, decoder._places, steps, lambda layer, logits_TE, wrong=wrong: wrong)
+    for wrong in (
+        Routing(torch.tensor([[1], [1]]), torch.ones(2, 1), torch.tensor([1, 1]), 8),
+        Routing(torch.tensor([[1]]), one.double(), torch.tensor([1]), 8),
+        Routing(torch.tensor([[1]], dtype=torch.int32), one, torch.tensor([1]), 8),
+    ):
+        with pytest.raises(ValueError, match=r"fit together|hold float32"):
+            SETS[0].decode(ids_B, decoder._places, steps, lambda layer, logits_TE, wrong=wrong: wrong)
+
+
+def test_a_step_leaves_nothing_behind(checkpoint: Folders) -> None:
+    """What calls back from the kernels lives as long as the call: no cycle keeps its tensors until Python looks."""
+    engine = load(checkpoint("base"), "top_p")
+    assert engine.decoder is not None
+    with torch.inference_mode():
+        (cache,) = prompted(engine, [2])
+        engine.decoder.step(torch.tensor([3]), [cache])
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                engine.decoder.step(torch.tensor([3]), [cache])
+            assert gc.collect() == 0
+        finally:
+            gc.enable()
 
 
 def test_other_backends_have_no_such_steps(checkpoint: Folders) -> None:
@@ -142,9 +266,9 @@ def test_a_changed_rule_has_steps_of_its_own(checkpoint: Folders) -> None:
     first = engine.decoder
     assert first is engine.decoder
     engine.router = Elbow(renorm="kept")
-    assert engine.decoder is None
-    engine.router = Elbow()
     assert engine.decoder not in (None, first)
+    assert engine.decoder is not None
+    assert engine.decoder.router is engine.router
 
 
 @pytest.mark.parametrize("make", [Watcher, SpanWatcher])
@@ -247,15 +371,21 @@ def test_what_does_not_fit_together_is_refused(checkpoint: Folders) -> None:
     for changes in wrong:
         with pytest.raises(ValueError, match="fit together"):
             places(**changes)
-    for count, floor in (("all", 3), ("all", -1), ("some", 1)):
-        with pytest.raises(ValueError, match="cannot be kept"):
-            PrefixRule(count, floor, 2)  # type: ignore[arg-type]
+
+    def rules(*limits: int, experts: int = 8) -> KernelRules:
+        return KernelRules([PrefixRule("number", 1, 0, limit, "none", 2) for limit in limits], experts)
+
+    for limits, told in (((2, 2, 1), "one limit"), ((), "one limit"), ((9, 9, 9), "cannot be routed")):
+        with pytest.raises(ValueError, match=told):
+            rules(*limits)
     kernels, ids_B = SETS[0], torch.tensor([3])
     cache = KVCache(halves.config, 4, halves.dtype, halves.device)
     steps = StepPlaces([cache.keys_LHCd], [cache.values_LHCd], [0], *halves.rotation(torch.tensor([0])))
     with pytest.raises(ValueError, match="fit together"):
-        kernels.decode(ids_B, places(), steps, PrefixRule("all", 1, 2))
+        kernels.decode(ids_B, places(), steps, rules(2, 2, 2))
     cache = KVCache(model.config, 4, model.dtype, model.device)
     steps = StepPlaces([cache.keys_LHCd], [cache.values_LHCd], [0], *model.rotation(torch.tensor([0])))
-    with pytest.raises(ValueError, match="fit together"):
-        kernels.decode(ids_B, places(), steps, PrefixRule("all", 1, 9))
+    kernels.decode(ids_B, places(), steps, rules(2, 2, 2))
+    for wrong_rules in (rules(2, 2), rules(2, 2, 2, experts=7)):
+        with pytest.raises(ValueError, match="fit together"):
+            kernels.decode(ids_B, places(), steps, wrong_rules)

@@ -1,11 +1,16 @@
-"""The native kernels of a rule: softmax and ranking, the elbow, and what is kept, against plain sorting and torch.
+"""The native kernels of a rule: ranking, counting, and what is kept at what weights, against plain sorting and torch.
 
 Shape letters: T tokens, E experts, K slots.
 """
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minimoe.curve import deviation
+import minimoe
+from minimoe.config import ModelConfig
+from minimoe.errors import InputError
 from minimoe.native import Kernels, find_kernels
-from minimoe.routers import Elbow, RouterContext, TopK
+from minimoe.prefix_rule import PrefixRule
+from minimoe.routers import Elbow, LayerK, PrefixRouter, RouterContext, Threshold, TopK
+from minimoe.routers.base import layer_rules
+from minimoe.routers.spec import parse_router
 from minimoe.routing import Routing
 from tests.curves import context
 from tests.native_sets import EPS, each_dtype, each_set, needs_kernels
@@ -62,17 +72,6 @@ def test_ranking_survives_what_is_not_finite(kernels: Kernels, dtype: torch.dtyp
     torch.testing.assert_close(sorted_TE[3:], expected_TE[3:])
 
 
-@pytest.mark.parametrize("E", [1, 2, 3, 8, 64])
-def test_the_elbow_is_that_of_the_formula(E: int) -> None:
-    generator = torch.Generator().manual_seed(E)
-    spread_T1 = torch.rand(3000, 1, generator=generator) * 9
-    sorted_TE, _ = find_kernels().rank(torch.randn(3000, E, generator=generator) * spread_T1)
-    sorted_TE[0] = 1 / E  # a level line, which has no elbow
-    sorted_TE[1] = math.nan
-    sorted_TE[2, 1:] = sorted_TE[2, -1]  # an edge
-    assert torch.equal(find_kernels().elbow(sorted_TE), deviation(sorted_TE).argmax(dim=1) + 1)
-
-
 @each_set
 @given(data=st.data())
 @settings(deadline=None, max_examples=40)
@@ -87,45 +86,169 @@ def test_what_is_kept_is_what_torch_keeps(kernels: Kernels, data: st.DataObject)
     assert torch.equal(weights_TK, expected.weights_TK)
 
 
-@each_set
+SPECS = (
+    "top_k",
+    "top_k:k=2",
+    "elbow",
+    "elbow:reading=printed",
+    "max_gap",
+    "gap_ratio",
+    "top_p:p=0.4",
+    "top_p:p=1",
+    "top_p:p=0",
+    "min_p",
+    "min_p:p=0",
+    "threshold",
+    "threshold:p=0.9",
+    "entropy",
+    "entropy:scale=0.35",
+    "skip:beta=0.6",
+    "layer_k:k=3",
+)
+
+
+def awkward(E: int) -> Tensor:
+    """Logits [T, E] of curves with ties, cliffs and straight lines, each falling."""
+    rising = torch.arange(E, dtype=torch.float32)
+    rows = [torch.zeros(E), -rising, -rising / E, -90 * (rising > E // 2), -(rising % 2), -(rising // 3), 0 - rising**2]
+    return torch.stack([*rows, torch.log(E - rising), 3e38 * (rising == 0)])
+
+
 @each_dtype
-@given(data=st.data())
-@settings(deadline=None, max_examples=40)
-def test_rank_count_and_keep_in_one_call_are_those_three(
-    kernels: Kernels, dtype: torch.dtype, data: st.DataObject
-) -> None:
-    T, E = data.draw(st.integers(0, 9)), data.draw(st.integers(1, 70))
-    K = data.draw(st.integers(0, E))
-    floor, count = data.draw(st.integers(0, K)), data.draw(st.sampled_from(["all", "elbow"]))
-    logits_TE = (torch.randn(T, E) * data.draw(st.sampled_from([0.1, 1, 6]))).to(dtype)
-    experts_TK, weights_TK, k_T = kernels.prefix(logits_TE, count, floor, K)
-    sorted_TE, ranked_TE = kernels.rank(logits_TE)
-    expected_T = torch.full((T,), K) if count == "all" else deviation(sorted_TE).argmax(dim=1) + 1
-    assert torch.equal(k_T, expected_T.clamp(floor, K))
-    expected = Routing.from_ranking(ranked_TE[:, :K], sorted_TE[:, :K], k_T, E)
+@pytest.mark.parametrize("E", [1, 2, 5, 64])
+@pytest.mark.parametrize("spec", SPECS)
+def test_kernels_count_as_rules_do(spec: str, E: int, dtype: torch.dtype) -> None:
+    """Above all limits, so that every count shows; 90 tokens are enough for several threads."""
+    generator, rule = torch.Generator().manual_seed(E), parse_router(spec)
+    spreads_T1 = torch.rand(90, 1, generator=generator) * 9
+    logits_TE = torch.cat([torch.randn(90, E, generator=generator) * spreads_T1, awkward(E)]).to(dtype)
+    assert isinstance(rule, PrefixRouter)
+    rule = replace(rule, floor=0)
+    where = context(len(logits_TE), top_k=min(8, E))
+    followed = rule.rule(where, E)
+    assert followed is not None
+    followed = replace(followed, limit=E) if followed.count != "gap_ratio" else followed  # looks up to its limit
+    experts_TK, weights_TK, k_T = find_kernels().prefix(logits_TE, followed)
+    sorted_TE, ranked_TE = find_kernels().rank(logits_TE)
+    expected_T = rule.count(sorted_TE, where).clamp(0, followed.limit)
+    if followed.count == "entropy":  # logarithms may differ in their last bit: not where a half decides
+        entropy_T = -torch.special.xlogy(sorted_TE.double(), sorted_TE.double()).sum(dim=1)
+        wanted_T = followed.number * entropy_T.exp()
+        close_T = (wanted_T + 0.5 - (wanted_T + 0.5).round()).abs() < 1e-9
+        assert close_T.sum() <= 2
+        expected_T = torch.where(close_T, k_T, expected_T)
+    assert torch.equal(k_T, expected_T)
+    expected = Routing.from_ranking(ranked_TE[:, : followed.limit], sorted_TE[:, : followed.limit], k_T, E)
     assert torch.equal(experts_TK, expected.experts_TK)
     assert torch.equal(weights_TK, expected.weights_TK)
 
 
-@pytest.mark.parametrize(("floor", "K"), [(-1, 2), (3, 2), (0, 5)])
-def test_a_prefix_that_cannot_be_is_refused(floor: int, K: int) -> None:
-    with pytest.raises(ValueError, match="of 4 experts cannot be kept"):
-        find_kernels().prefix(torch.zeros(1, 4), "all", floor, K)
-    with pytest.raises(ValueError, match="counted as 'some'"):
-        find_kernels().prefix(torch.zeros(1, 4), "some", 1, 2)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="of 0 experts cannot be kept"):
-        find_kernels().prefix(torch.zeros(1, 0), "elbow", 0, 0)
+@each_set
+@each_dtype
+@given(data=st.data())
+@settings(deadline=None, max_examples=40)
+def test_floor_limit_and_mass_are_those_of_plain_sums(
+    kernels: Kernels, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    T, E = data.draw(st.integers(0, 9)), data.draw(st.integers(1, 70))
+    K = data.draw(st.integers(0, E))
+    floor, count = data.draw(st.integers(0, K)), data.draw(st.sampled_from(["number", "program", "threshold"]))
+    mass, top_k = data.draw(st.sampled_from(["none", "kept", "topk"])), data.draw(st.integers(1, 80))
+    rule = PrefixRule(count, {"number": 5.0, "threshold": 0.1}.get(count, 0.0), floor, K, mass, top_k)
+    logits_TE = (torch.randn(T, E) * data.draw(st.sampled_from([0.1, 1, 6]))).to(dtype)
+    experts_TK, weights_TK, k_T = kernels.prefix(logits_TE, rule)
+    sorted_TE, ranked_TE = kernels.rank(logits_TE)
+    for t, (p, ids) in enumerate(zip(sorted_TE.tolist(), ranked_TE.tolist(), strict=True)):
+        above = [p[0] - p_i - i * (p[0] - p[-1] + 1e-12) / max(E - 1, 1) for i, p_i in enumerate(p)]
+        least = float(np.float32(0.1))
+        counted = {"number": 5, "program": 1 + above.index(max(above)), "threshold": sum(p_i >= least for p_i in p)}
+        k = min(max(counted[count], floor), K)
+        if count != "program" or sum(value > max(above) - 1e-12 for value in above) == 1:
+            assert k_T[t] == k
+        k = int(k_T[t])
+        wanted = {"none": sum(p[:k]), "kept": 1.0, "topk": sum(p[:top_k])}[mass]
+        scale = wanted / sum(p[:k]) if k and sum(p[:k]) else 1.0
+        assert experts_TK[t].tolist() == ids[:k] + [E] * (K - k)
+        assert weights_TK[t].tolist() == pytest.approx([p_i * scale for p_i in p[:k]] + [0] * (K - k), rel=1e-6)
 
 
-@pytest.mark.parametrize("rule", [TopK, Elbow])
-def test_a_rule_that_counts_for_itself_is_asked(rule: type[TopK] | type[Elbow]) -> None:
-    """The kernels count as TopK and Elbow do; what is derived from these may not."""
+@pytest.mark.parametrize(
+    ("renorm", "norm_topk_prob"), [("kept", False), ("topk", False), ("model", True), ("model", False)]
+)
+def test_weights_of_kernels_and_of_torch_are_the_same_bits(
+    renorm: str, norm_topk_prob: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits_TE = torch.randn(300, 64) * 3
+    where = replace(context(300), norm_topk_prob=norm_topk_prob)
+    rule = parse_router(f"elbow:renorm={renorm}")
+    by_kernels = rule.route(logits_TE, where)
+    monkeypatch.setattr(PrefixRouter, "rule", lambda *given: None)
+    by_torch = rule.route(logits_TE, where)
+    assert torch.equal(by_kernels.k_T, by_torch.k_T)
+    assert torch.equal(by_kernels.weights_TK, by_torch.weights_TK)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"floor": -1},
+        {"floor": 3},
+        {"limit": 5},
+        {"count": "some"},
+        {"mass": "some"},
+    ],
+)
+def test_a_prefix_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+    rule = PrefixRule("number", 2.0, 0, 2, "none", 2)
+    find_kernels().prefix(torch.zeros(1, 4), rule)
+    with pytest.raises(ValueError, match="4 experts cannot be routed by"):
+        find_kernels().prefix(torch.zeros(1, 4), replace(rule, **wrong))
+    with pytest.raises(ValueError, match="0 experts cannot be routed by"):
+        find_kernels().prefix(torch.zeros(1, 0), replace(rule, limit=0))
+
+
+@pytest.fixture
+def config(checkpoint: Callable[..., Path]) -> ModelConfig:
+    """Of three layers of 64 experts, of which a token uses 8."""
+    return minimoe.load(checkpoint("top8_of_64")).config
+
+
+@pytest.mark.parametrize(
+    "spec", ["random", "mixed_k", "mask:forbid=1", "union", "elbow:method=kneed", "top_k:k=65", "a user's own"]
+)
+def test_rules_that_have_to_be_asked_are_told_apart(spec: str, config: ModelConfig) -> None:
+    class Own(Elbow):
+        """May look at tokens anywhere."""
+
+    if "kneed" in spec:
+        pytest.importorskip("kneed")
+    rule = Own() if spec == "a user's own" else parse_router(spec)
+    assert layer_rules(rule, config) is None
+
+
+def test_every_layer_has_its_own_rule(config: ModelConfig, tmp_path: Path) -> None:
+    L = config.num_layers
+    rules = layer_rules(parse_router("layer_k:k=" + "/".join(str(1 + layer) for layer in range(L))), config)
+    assert rules == [PrefixRule("number", 1 + layer, 1, L, "none", 8) for layer in range(L)]
+    file = tmp_path / "skip.json"
+    betas = [layer / L for layer in range(L)]
+    file.write_text(json.dumps({"rule": "skip", "checkpoint": "this", "values": betas}))
+    rules = layer_rules(parse_router(f"skip:file={file}"), config, lambda: "this")
+    assert rules == [PrefixRule("min_p", beta, 1, 8, "none", 8) for beta in betas]
+    with pytest.raises(InputError, match="made for another checkpoint"):
+        layer_rules(parse_router(f"skip:file={file}"), config, lambda: "that")
+
+
+@pytest.mark.parametrize("rule", [TopK, Elbow, Threshold, LayerK])
+def test_a_rule_that_counts_for_itself_is_asked(rule: type[PrefixRouter]) -> None:
+    """The kernels count as minimoe's rules do; what is derived from these may not."""
 
     class One(rule):  # type: ignore[misc, valid-type]
         def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
-            return torch.ones(len(sorted_probs_TE), dtype=torch.int64)
+            return super().count(sorted_probs_TE, context) * 0 + 1
 
+    keys = {"k": "4"} if rule is LayerK else {}
     logits_TE = torch.randn(50, 16)
-    asked = One().route(logits_TE, context(50))
+    asked = One(**keys).route(logits_TE, context(50))
     assert asked.k_T.tolist() == [1] * 50
-    assert rule().route(logits_TE, context(50)).k_T.max() > 1
+    assert rule(**keys).route(logits_TE, context(50)).k_T.max() > 1

@@ -19,7 +19,7 @@ from tests.accelerator import DEVICE
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quick_interpreter", "rules_by_torch")
-on_device = importlib.import_module("minimoe.triton.routing").on_device
+route = importlib.import_module("minimoe.triton.routing").route
 
 SPECS = [
     "top_k",
@@ -38,6 +38,10 @@ SPECS = [
     "threshold:p=0.9,floor=0",
     "elbow:renorm=kept",
     "min_p:renorm=topk",
+    "entropy:cap=64",
+    "entropy:scale=0.4,floor=0",
+    "skip:beta=0.3,cap=64",
+    "layer_k:k=5,cap=9",
 ]
 
 
@@ -66,15 +70,17 @@ def context(T: int, E: int) -> RouterContext:
 
 def by_kernel(rule: Router, logits_TE: Tensor) -> tuple[Routing, bool]:
     T, E = logits_TE.shape
-    found, broken_1 = on_device(rule, min(8, E), E, norm_topk_prob=False), torch.zeros(1, dtype=torch.int32).to(DEVICE)
+    assert isinstance(rule, PrefixRouter)
+    followed, broken_1 = rule.rule(context(T, E), E), torch.zeros(1, dtype=torch.int32).to(DEVICE)
+    assert followed is not None
     # What nobody has written is no routing.
     routing = Routing(
-        torch.full((T, found.limit), -1, device=DEVICE),
-        torch.full((T, found.limit), math.nan, device=DEVICE),
+        torch.full((T, followed.limit), -1, device=DEVICE),
+        torch.full((T, followed.limit), math.nan, device=DEVICE),
         torch.full((T,), -1, device=DEVICE),
         E,
     )
-    found.route(logits_TE.to(DEVICE), routing, broken_1)
+    route(followed, logits_TE.to(DEVICE), routing, broken_1)
     return routing.detach(), bool(broken_1)
 
 
@@ -139,14 +145,3 @@ def test_logits_that_are_not_finite_are_told_and_do_no_harm(bad: float) -> None:
     found.check()
     others = torch.tensor([t for t in range(len(logits_TE)) if t not in (3, 6)])
     assert_equal(found.rows(others), whole.rows(others))
-
-
-@pytest.mark.parametrize(
-    "spec", ["random", "mixed_k", "mask:forbid=1", "union", "entropy", "elbow:method=kneed", "tests/free_rules.py"]
-)
-def test_rules_that_need_the_host_are_told_apart(spec: str) -> None:
-    class Own(type(parse_router("elbow"))):  # type: ignore[misc]
-        """A user's rule may count in any way."""
-
-    rule = Own() if spec.endswith(".py") else parse_router(spec)
-    assert on_device(rule, 8, 64, norm_topk_prob=False) is None

@@ -129,14 +129,14 @@ def bench(
 
 
 def _asked(arms: Sequence[Arm]) -> Iterator[str]:
-    """A note for each backend that decodes without Python under some of the rules and not under others."""
+    """A note for each backend whose decode steps ask some of the rules in Python, and follow others themselves."""
     for backend in dict.fromkeys(arm.backend for arm in arms):
         here = [arm for arm in arms if arm.backend == backend]
-        without = ", ".join(arm.router for arm in here if arm.decoder)
-        asked = ", ".join(arm.router for arm in here if not arm.decoder)
-        if without and asked:
+        followed = ", ".join(arm.router for arm in here if arm.decoder and not arm.decoder.asks)
+        asked = ", ".join(arm.router for arm in here if not arm.decoder or arm.decoder.asks)
+        if followed and asked:
             yield (
-                f"tg, {backend}: what {asked} decides is asked of Python in every layer. Not so with {without}, which "
+                f"tg, {backend}: what {asked} decides is asked of Python in every layer. Not so with {followed}, which "
                 "alone makes a step faster."
             )
 

@@ -1,4 +1,4 @@
-"""Decode steps without Python in them, where backend and rule allow it."""
+"""Decode steps without Python between their layers, where backend and rule allow it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from minimoe.routers import Router
 
 
 def find_decoder(model: Olmoe, router: Router, backend: str) -> Decoder | None:
-    """The decode steps of a model that was loaded with this backend; None where the rule has to be asked in Python.
+    """The decode steps of a model that was loaded with this backend; None where each layer is run from Python.
 
-    That is with bucketed and reference, with every rule but top_k and elbow with native (see minimoe.decoding.native),
-    and with all but some rules with triton (see minimoe.triton.routing).
+    That is with bucketed and reference, and with all but some rules with triton (see minimoe.triton.routing).
     """
     name = backend.partition(":")[0]
     if name == "native":
-        return NativeDecoder.of(model, router)
+        return NativeDecoder(model, router)
     if name == "triton":
         from minimoe.decoding.graphs import GraphDecoder  # needs triton
 

@@ -1,4 +1,4 @@
-"""Decode steps in which Python has no part: one token of each of B sequences, from ids to logits, in one go.
+"""Decode steps in one go: one token of each of B sequences, from ids to logits, with no Python between the layers.
 
 Shape letters: B sequences, E experts, V vocabulary.
 """
@@ -20,23 +20,31 @@ Routings = Sequence[tuple[Routing, Tensor]]  # of each layer, and the router log
 
 
 class Decoder(ABC):
-    """The steps of one model under one rule, which is not asked: what it decides is known to what runs them.
+    """The steps of one model under one rule.
 
     Attributes:
         router: the rule.
+        asks: whether it is asked in each layer, which takes Python; else what runs the steps follows it.
     """
 
-    def __init__(self, router: Router) -> None:
-        self.router = router
+    def __init__(self, router: Router, *, asks: bool) -> None:
+        self.router, self.asks = router, asks
 
     @torch.inference_mode()
-    def step(self, ids_B: Tensor, caches: Sequence[KVCache], probe: Probe | None = None) -> Tensor:
+    def step(
+        self,
+        ids_B: Tensor,
+        caches: Sequence[KVCache],
+        probe: Probe | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
         """Run one token of each sequence and extend the caches; what is refused leaves them as they were.
 
         Args:
             ids_B: int64.
             caches: of B different sequences.
-            probe: is told of everything but spans, which such a step has none of.
+            probe: is told of everything but spans, which such a step has none of; of routings when it is over.
+            generator: randomness for rules that draw.
 
         Returns:
             logits [B, V] that follow the tokens.
@@ -44,11 +52,12 @@ class Decoder(ABC):
         Raises:
             NumericalError: router logits that are not finite; names the layer.
             IndexError: a cache has no room; the caller reserves it.
+            And what the rule raises, if it is asked.
         """
         probe, B = probe or Probe(), len(caches)
         tell = type(probe) is not Probe
         probe.step("decode", [1] * B, [cache.length for cache in caches])
-        logits_BV, routings = self.run(ids_B, caches, tell)
+        logits_BV, routings = self.run(ids_B, caches, tell, generator)
         for cache in caches:
             cache.advance(1)
         if tell:
@@ -58,6 +67,8 @@ class Decoder(ABC):
         return logits_BV
 
     @abstractmethod
-    def run(self, ids_B: Tensor, caches: Sequence[KVCache], tell: bool) -> tuple[Tensor, Routings]:
+    def run(
+        self, ids_B: Tensor, caches: Sequence[KVCache], tell: bool, generator: torch.Generator | None
+    ) -> tuple[Tensor, Routings]:
         """A step that is over when this returns, without moving on the caches' lengths; arguments and errors are those
         of `step`. Returns the logits and, if they are to be told, the routings."""

@@ -19,11 +19,13 @@ from minimoe.decoding.base import Decoder, Routings
 from minimoe.errors import router_error
 from minimoe.model import Olmoe, Pass
 from minimoe.operations import Attention
+from minimoe.prefix_rule import PrefixRule
 from minimoe.probe import Probe
 from minimoe.routers import Router
+from minimoe.routers.base import layer_rules
 from minimoe.routing import Routing
 from minimoe.triton.attention import attend_one_each, cache_table
-from minimoe.triton.routing import DeviceRule, on_device
+from minimoe.triton.routing import route
 
 
 class GraphDecoder(Decoder):
@@ -36,22 +38,23 @@ class GraphDecoder(Decoder):
         step_of: the steps there are, by number of sequences: no more than a batch may have.
     """
 
-    def __init__(self, model: Olmoe, router: Router, rule: DeviceRule) -> None:
-        super().__init__(router)
+    def __init__(self, model: Olmoe, router: Router, rules: Sequence[PrefixRule]) -> None:
+        super().__init__(router, asks=False)
         self.step_of: dict[int, DecodeStep] = {}
-        self._model, self._rule = model, rule
+        self._model, self._rules = model, rules
 
     @classmethod
     def of(cls, model: Olmoe, router: Router) -> GraphDecoder | None:
         """The steps of a model with the triton backend, or None if the rule has to be asked on the host."""
-        config = model.config
-        rule = on_device(router, config.top_k, config.num_experts, config.norm_topk_prob)
-        return None if rule is None else cls(model, router, rule)
+        rules = layer_rules(router, model.config, model.fingerprint)
+        return None if rules is None else cls(model, router, rules)
 
-    def run(self, ids_B: Tensor, caches: Sequence[KVCache], tell: bool) -> tuple[Tensor, Routings]:
+    def run(
+        self, ids_B: Tensor, caches: Sequence[KVCache], tell: bool, generator: torch.Generator | None
+    ) -> tuple[Tensor, Routings]:
         B = len(caches)
         if B not in self.step_of:
-            self.step_of[B] = DecodeStep(self._model, self._rule, B)
+            self.step_of[B] = DecodeStep(self._model, self._rules, B)
         step = self.step_of[B]
         logits_BV = step.run(ids_B, caches)
         step.finish()
@@ -65,17 +68,17 @@ class DecodeStep(Pass):
 
     Args:
         model: with the triton backend: others ask the host how many tokens an expert has.
-        rule: see minimoe.triton.routing.
+        rules: of each layer, all of one limit.
         sequences: B.
 
     Attributes:
         captures: whether there are graphs on this device.
     """
 
-    def __init__(self, model: Olmoe, rule: DeviceRule, sequences: int) -> None:
+    def __init__(self, model: Olmoe, rules: Sequence[PrefixRule], sequences: int) -> None:
         config, device = model.config, model.device
-        L, K = config.num_layers, rule.limit
-        self._model, self._rule = model, rule
+        L, K = config.num_layers, rules[0].limit
+        self._model, self._rules = model, rules
         self.captures = device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
         self._ran = False
@@ -152,5 +155,5 @@ class DecodeStep(Pass):
         routing = Routing(
             self._experts_LBK[layer], self._weights_LBK[layer], self._k_LB[layer], self._model.config.num_experts
         )
-        self._rule.route(logits_TE, routing, self._broken_L[layer : layer + 1])
+        route(self._rules[layer], logits_TE, routing, self._broken_L[layer : layer + 1])
         return routing

@@ -1,5 +1,7 @@
 """Decode steps in one call of the native kernels: Python between the products of each layer costs some 6 % of a step.
 
+They follow rules that keep a prefix of the ranking themselves, and call back to ask every other one.
+
 Shape letters: B sequences.
 """
 
@@ -13,19 +15,26 @@ from torch import Tensor
 from minimoe.cache import KVCache
 from minimoe.decoding.base import Decoder, Routings
 from minimoe.experts.native import NativeExperts
-from minimoe.model import Olmoe
-from minimoe.native.places import ExpertPlaces, ModelPlaces, PrefixRule
+from minimoe.model import Batch, Olmoe
+from minimoe.native.places import ExpertPlaces, KernelRules, ModelPlaces
 from minimoe.operations import NativeOperations
-from minimoe.routers import Elbow, PrefixRouter, Router, TopK
-from minimoe.routing import Routing
+from minimoe.routers import Router
+from minimoe.routers.base import layer_rules
 
 
 class NativeDecoder(Decoder):
-    """The same bits as the model's own passes. Made by `of`."""
+    """The same bits as the model's own passes.
 
-    def __init__(self, model: Olmoe, router: Router, rule: PrefixRule, operations: NativeOperations) -> None:
-        super().__init__(router)
-        self._model, self._rule, self._operations = model, rule, operations
+    Args:
+        model: with the native backend.
+    """
+
+    def __init__(self, model: Olmoe, router: Router) -> None:
+        rules = layer_rules(router, model.config, model.fingerprint)
+        super().__init__(router, asks=rules is None)
+        assert isinstance(model.operations, NativeOperations)
+        self._model, self._operations = model, model.operations
+        self._rules = KernelRules(rules, model.config.num_experts) if rules else None
         self._places = ModelPlaces(
             model.embed_VD,
             [layer.attention.places for layer in model.layers],
@@ -36,37 +45,16 @@ class NativeDecoder(Decoder):
             model.config.rms_norm_eps,
         )
 
-    @classmethod
-    def of(cls, model: Olmoe, router: Router) -> NativeDecoder | None:
-        """The steps of a model with the native backend, or None if Python has to be asked what the rule decides."""
-        assert isinstance(model.operations, NativeOperations)
-        rule = counted(router, model)
-        return None if rule is None else cls(model, router, rule, model.operations)
-
-    def run(self, ids_B: Tensor, caches: Sequence[KVCache], tell: bool) -> tuple[Tensor, Routings]:
-        rotation = self._model.rotation(torch.tensor([cache.length for cache in caches]))
-        steps = self._operations.sequences([1] * len(caches), caches, rotation).steps
+    def run(
+        self, ids_B: Tensor, caches: Sequence[KVCache], tell: bool, generator: torch.Generator | None
+    ) -> tuple[Tensor, Routings]:
+        batch = Batch(ids_B, [1] * len(caches), caches, "decode")
+        positions_B = batch.positions_T
+        steps = self._operations.sequences(batch.new, caches, self._model.rotation(positions_B)).steps
         assert steps is not None
-        found = self._operations.kernels.decode(ids_B, self._places, steps, self._rule)
-        if not tell:
-            return found.logits_TV, []
-        E = self._model.config.num_experts
-        layers = zip(found.experts_LTK, found.weights_LTK, found.k_LT, found.router_LTE, strict=True)
-        return found.logits_TV, [
-            (Routing(experts_TK, weights_TK, k_T, E), logits_TE) for experts_TK, weights_TK, k_T, logits_TE in layers
-        ]
-
-
-def counted(router: Router, model: Olmoe) -> PrefixRule | None:
-    """The rule as the kernels count, or None: the type decides, for a subclass may do otherwise."""
-    config = model.config
-    if type(router) not in (TopK, Elbow):
-        return None
-    assert isinstance(router, PrefixRouter)
-    count, (limit, mass) = router.native_count(), router.settled(config.top_k, config.norm_topk_prob)
-    if count is None or mass != "none" or not router.floor <= limit <= config.num_experts:
-        return None  # a floor or a limit that is out of range is refused by the rule itself, with a sentence
-    return PrefixRule(count, router.floor, limit)
+        rules = self._rules or self._model.asking(batch, positions_B, self.router, generator)
+        found = self._operations.kernels.decode(ids_B, self._places, steps, rules)
+        return found.logits_TV, list(zip(found.routings, found.router_LTE, strict=True)) if tell else []
 
 
 def _places(experts: object) -> ExpertPlaces:

@@ -31,8 +31,6 @@ const Named SETS[] = {
 
 const int COUNT = sizeof SETS / sizeof SETS[0];
 
-constexpr double EPSILON = 1e-12;  // in the height of a curve
-
 template <class W>
 bool finite(const W *x, int64_t n) {
     return std::all_of(x, x + n, [](W value) { return std::isfinite(widen(value)); });
@@ -56,46 +54,6 @@ void minimoe_linear(int set, int dtype, int threads, int64_t T, int64_t A, int64
 void minimoe_rank(int set, int dtype, int threads, int64_t T, int64_t E, const void *logits, float *sorted,
                   int64_t *experts) {
     SETS[set].kernels->rank({T, E, logits, sorted, experts}, DType(dtype), threads);
-}
-
-// The first k[t] of token t's E ranked experts in K slots: weight 0 and the id E in the slots after them.
-void minimoe_keep(int64_t T, int64_t E, int64_t K, const float *sorted, const int64_t *ranked, const int64_t *k,
-                  int64_t *experts, float *weights) {
-    for (int64_t t = 0; t < T; t++)
-        for (int64_t j = 0; j < K; j++) {
-            const bool live = j < k[t];
-            experts[t * K + j] = live ? ranked[t * E + j] : E;
-            weights[t * K + j] = live ? sorted[t * E + j] : 0.0f;
-        }
-}
-
-// The rank, counted from 1, where a sorted curve stands highest above the diagonal; see minimoe/curve.py,
-// which has the same EPSILON.
-void minimoe_elbow(int64_t T, int64_t E, const float *sorted, int64_t *k) {
-    for (int64_t t = 0; t < T; t++) {
-        const float *const p = sorted + t * E;
-        const double first = p[0], height = first - double(p[E - 1]) + EPSILON, steps = std::max<int64_t>(E - 1, 1);
-        double most = 0;
-        k[t] = 1;
-        for (int64_t i = 1; i < E; i++) {
-            const double deviation = (first - double(p[i])) / height - i / steps;
-            if (deviation > most) most = deviation, k[t] = i + 1;
-        }
-    }
-}
-
-// Rank, count and cut at once: each token's best experts, as many as its elbow says or all K, but at least `floor`.
-void minimoe_prefix(int set, int dtype, int threads, int64_t T, int64_t E, int64_t K, int64_t floor, int elbow,
-                    const void *logits, int64_t *experts, float *weights, int64_t *k) {
-    std::vector<float> sorted(T * E);
-    std::vector<int64_t> ranked(T * E);
-    minimoe_rank(set, dtype, threads, T, E, logits, sorted.data(), ranked.data());
-    if (elbow)
-        minimoe_elbow(T, E, sorted.data(), k);
-    else
-        std::fill_n(k, T, K);
-    for (int64_t t = 0; t < T; t++) k[t] = std::clamp(k[t], floor, K);
-    minimoe_keep(T, E, K, sorted.data(), ranked.data(), k, experts, weights);
 }
 
 // Returns the multiply-adds done with expert weights, or -1 where k or an expert's id is out of range: nothing was read.

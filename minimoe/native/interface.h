@@ -1,4 +1,4 @@
-// The library's plain C interface, which minimoe/native/__init__.py calls through ctypes: each kernel with the instruction
+// The library's plain C interface, which minimoe/native/kernels.py calls through ctypes: each kernel with the instruction
 // set to use, as its number. Shape letters as in kernels.h; what the functions do stands in interface.cpp.
 #pragma once
 
@@ -40,14 +40,27 @@ struct ModelPlaces {
     const ExpertPlaces *const *experts;
 };
 
-// A rule that ranks and counts, see minimoe_prefix.
+// A rule that keeps a prefix of the ranking, see minimoe/prefix_rule.py.
 struct PrefixRule {
-    int64_t floor, K, elbow;
+    int64_t count;
+    double number;
+    int64_t floor, limit, mass, top_k;
 };
+
+// What a rule decided about T tokens, as minimoe_experts reads it.
+struct Decision {
+    int64_t K;
+    const int64_t *experts;  // [T, K]
+    const float *weights;    // [T, K]
+    const int64_t *k;        // [T]
+};
+
+// Asks a rule that is not written here about a layer, whose router logits are there by then. Nonzero: it failed.
+using Ask = int (*)(int64_t layer, Decision *into);
 
 // What a decode step of T sequences leaves behind.
 struct StepResults {
-    int64_t *experts;     // [layers, T, K]
+    int64_t *experts;     // [layers, T, K]; this and the next two are not written where a rule is asked
     float *weights;       // [layers, T, K]
     int64_t *k;           // [layers, T]
     void *router_logits;  // [layers, T, E]
@@ -66,8 +79,7 @@ void minimoe_rank(int set, int dtype, int threads, int64_t T, int64_t E, const v
                   int64_t *experts);
 void minimoe_keep(int64_t T, int64_t E, int64_t K, const float *sorted, const int64_t *ranked, const int64_t *k,
                   int64_t *experts, float *weights);
-void minimoe_elbow(int64_t T, int64_t E, const float *sorted, int64_t *k);
-void minimoe_prefix(int set, int dtype, int threads, int64_t T, int64_t E, int64_t K, int64_t floor, int elbow,
+void minimoe_prefix(int set, int dtype, int threads, int64_t T, int64_t E, const minimoe::PrefixRule *rule,
                     const void *logits, int64_t *experts, float *weights, int64_t *k);
 int64_t minimoe_experts(int set, int threads, const minimoe::ExpertPlaces *of, int64_t T, int64_t K, const void *x,
                         const int64_t *experts, const float *weights, const int64_t *k, void *y);
@@ -81,5 +93,6 @@ void minimoe_attend(int set, int dtype, int threads, int64_t N, int64_t S, int64
 int minimoe_attention(int set, int threads, const minimoe::AttentionPlaces *of, const minimoe::StepPlaces *at,
                       const void *x, void *y);
 int64_t minimoe_decode(int set, int threads, const minimoe::ModelPlaces *of, const minimoe::StepPlaces *at,
-                       const minimoe::PrefixRule *rule, const int64_t *ids, const minimoe::StepResults *into);
+                       const minimoe::PrefixRule *rules, minimoe::Ask ask, const int64_t *ids,
+                       const minimoe::StepResults *into);
 }

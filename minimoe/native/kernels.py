@@ -7,29 +7,36 @@ sequence, S all its positions, H heads, G kv heads, d head size.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minimoe.errors import router_error
 from minimoe.native.places import (
+    ASK,
     DTYPES,
     AttentionPlaces,
-    Count,
+    Decision,
     ExpertPlaces,
     GatePlaces,
+    KernelRule,
+    KernelRules,
     ModelPlaces,
-    PrefixRule,
     StepPlaces,
     StepResults,
     addresses,
+    check_ranking,
     dtype_of,
 )
+from minimoe.prefix_rule import PrefixRule
 from minimoe.routing import Routing
+
+BROKEN_ROUTING = "a routing holds k between 0 and its slots, and live ids between 0 and E - 1"
+Ask = Callable[[int, Tensor], Routing]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +105,6 @@ class Kernels:
         )
         return sorted_TE, experts_TE
 
-    def elbow(self, sorted_probs_TE: Tensor) -> Tensor:
-        """The rank, counted from 1, where each curve of minimoe.curve.deviation is highest; ties go to the lowest.
-
-        Args:
-            sorted_probs_TE: float32, as from `rank`.
-
-        Returns:
-            int64 [T].
-        """
-        _check_ranking(sorted_probs_TE)
-        T, E = sorted_probs_TE.shape
-        if not E:
-            raise ValueError("rankings and routings of no experts have no elbow")
-        sorted_probs_TE, k_T = sorted_probs_TE.contiguous(), torch.empty(T, dtype=torch.int64)
-        self.interface.minimoe_elbow(T, E, sorted_probs_TE.data_ptr(), k_T.data_ptr())
-        return k_T
-
     def keep(self, sorted_probs_TE: Tensor, experts_TE: Tensor, k_T: Tensor, K: int) -> tuple[Tensor, Tensor]:
         """The first k_T of each token's ranked experts in K slots: weight 0 and the id E in the slots after them.
 
@@ -125,7 +115,7 @@ class Kernels:
         Returns:
             (experts_TK int64, weights_TK float32).
         """
-        _check_ranking(sorted_probs_TE, experts_TE, k_T)
+        check_ranking(sorted_probs_TE, experts_TE, k_T)
         T, E = experts_TE.shape
         if sorted_probs_TE.shape != (T, E) or k_T.shape != (T,) or not 0 <= K <= E:
             raise ValueError(f"{K} slots, k and a ranking of {list(experts_TE.shape)} do not fit together")
@@ -143,71 +133,91 @@ class Kernels:
         )
         return kept_TK, weights_TK
 
-    def decode(self, ids_T: Tensor, places: ModelPlaces, steps: StepPlaces, rule: PrefixRule) -> StepResults:
+    def decode(self, ids_T: Tensor, places: ModelPlaces, steps: StepPlaces, rules: KernelRules | Ask) -> StepResults:
         """A whole decode step of T sequences, one new token of each, from ids to logits.
 
-        The same bits as `attention`, `gate`, `prefix` and `experts` layer by layer, without Python between them.
+        The same bits as `attention`, `gate`, `prefix` and `experts` layer by layer, without Python between them but for
+        a rule that is asked.
 
         Args:
             ids_T: int64.
+            rules: those of the layers, or what is asked: given a layer and its router logits [T, E], in the model's
+                dtype, it gives their routing.
 
         Raises:
-            ValueError: tokens, model, caches and rule that do not fit together, or an id that the model does not have.
+            ValueError: tokens, model, caches and rule that do not fit together, an id that the model does not have, or
+                a routing that is broken.
             IndexError: a cache without room.
             NumericalError: router logits that are not finite; names the layer. Caches may then hold something after
-                their ends.
+                their ends, as with whatever else the rule raises.
         """
         T = len(ids_T)
         if ids_T.dtype is not torch.int64 or not ids_T.is_cpu or ids_T.shape != (steps.T,):
             raise ValueError("a decode step takes one token of each sequence, int64 on the CPU")
         alike = (places.dtype, places.layers, places.G, places.d) == (steps.dtype, steps.layers, steps.G, steps.d)
-        if not alike or rule.K > places.E:
-            raise ValueError("model, caches and rule do not fit together")
-        ids_T, results = ids_T.contiguous(), StepResults(places, rule, T)
-        told = self.interface.minimoe_decode(
+        told = rules if isinstance(rules, KernelRules) else None
+        if not alike or (told and (len(told.table), told.num_experts) != (places.layers, places.E)):
+            raise ValueError("model, caches and rules do not fit together")
+        ids_T, results = ids_T.contiguous(), StepResults(places, T, told.limit if told else 0)
+        failures: list[BaseException] = []
+        decisions: list[Decision] = []  # whose memory the kernels read
+
+        def answer(layer: int, into: Any) -> int:
+            try:
+                assert not isinstance(rules, KernelRules)
+                routing = rules(layer, results.router_LTE[layer])
+                decisions.append(Decision(routing, T))
+            except BaseException as error:  # none can pass through the kernels; it is raised when they are back
+                failures.append(error)
+                return 1
+            results.asked.append(routing)
+            into[0] = decisions[-1]
+            return 0
+
+        refused = self.interface.minimoe_decode(
             self.index,
             torch.get_num_threads(),
             byref(places),
             byref(steps),
-            byref(rule),
+            told.table if told else None,
+            ASK() if told else ASK(answer),
             ids_T.data_ptr(),
             byref(results),
         )
-        if told == -1:
+        if failures:
+            raise failures.pop()  # pop: what an error remembers of this call must not remember the error
+        if refused == -1:
             raise IndexError("a cache has no room for one more position")
-        if told == -2:
+        if refused == -2:
             raise ValueError(f"a token id is not one of the {places.V} of this model")
-        if told:
-            raise router_error(told - 1)
+        if refused == -4:
+            raise ValueError(BROKEN_ROUTING)
+        if refused:
+            raise router_error(refused - 1)
         return results
 
-    def prefix(self, logits_TE: Tensor, count: Count, floor: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What `rank`, a count of experts within limits, and `keep` make of router logits, in one call.
+    def prefix(self, logits_TE: Tensor, rule: PrefixRule) -> tuple[Tensor, Tensor, Tensor]:
+        """What `rank`, a rule's count, `keep` and its weights make of router logits, in one call.
 
         Args:
             logits_TE: float32 or bfloat16.
-            count: "elbow", see `elbow`, or "all": K.
-            floor: the least of k; K, of at least that and at most E, is the most.
 
         Returns:
-            (experts_TK int64, weights_TK float32, k_T int64).
+            (experts_TK int64, weights_TK float32, k_T int64), K the rule's limit.
         """
         _check(logits_TE)
         logits_TE = logits_TE.contiguous()
         T, E = logits_TE.shape
-        if count not in get_args(Count) or not E or not 0 <= floor <= K <= E:
-            raise ValueError(f"counted as {count!r}, from {floor} to {K} of {E} experts cannot be kept")
-        experts_TK = torch.empty(T, K, dtype=torch.int64)
-        weights_TK, k_T = torch.empty(T, K), torch.empty(T, dtype=torch.int64)
+        followed = KernelRule(rule, E)
+        experts_TK = torch.empty(T, rule.limit, dtype=torch.int64)
+        weights_TK, k_T = torch.empty(T, rule.limit), torch.empty(T, dtype=torch.int64)
         self.interface.minimoe_prefix(
             self.index,
             DTYPES[logits_TE.dtype],
             torch.get_num_threads(),
             T,
             E,
-            K,
-            floor,
-            count == "elbow",
+            byref(followed),
             logits_TE.data_ptr(),
             experts_TK.data_ptr(),
             weights_TK.data_ptr(),
@@ -327,26 +337,21 @@ class Kernels:
             ValueError: tokens and experts that do not fit together, an expert or a k that is out of range.
         """
         x_TD = _fitting(x_TD, places)
-        T, K = routing.experts_TK.shape
-        if len(x_TD) != T or routing.weights_TK.shape != (T, K) or routing.k_T.shape != (T,):
-            raise ValueError("tokens, routing and experts do not fit together")
-        _check_ranking(routing.weights_TK, routing.experts_TK, routing.k_T)
-        experts_TK, weights_TK = routing.experts_TK.contiguous(), routing.weights_TK.contiguous()
-        k_T, y_TD = routing.k_T.contiguous(), torch.empty_like(x_TD)
+        T, decided, y_TD = len(x_TD), Decision(routing, len(x_TD)), torch.empty_like(x_TD)
         done = self.interface.minimoe_experts(
             self.index,
             torch.get_num_threads(),
             byref(places),
             T,
-            K,
+            decided.K,
             x_TD.data_ptr(),
-            experts_TK.data_ptr(),
-            weights_TK.data_ptr(),
-            k_T.data_ptr(),
+            decided.experts_at,
+            decided.weights_at,
+            decided.k_at,
             y_TD.data_ptr(),
         )
         if done < 0:
-            raise ValueError("a routing holds k between 0 and its slots, and live ids between 0 and E - 1")
+            raise ValueError(BROKEN_ROUTING)
         return y_TD, done
 
 
@@ -358,14 +363,6 @@ def _fitting(x_TD: Tensor, places: ExpertPlaces | AttentionPlaces | GatePlaces) 
             f"{list(x_TD.shape)} on {x_TD.device}"
         )
     return x_TD.contiguous()
-
-
-def _check_ranking(values: Tensor, *whole: Tensor) -> None:
-    """Numbers of a ranking or a routing: float32, and int64 ids and counts, all on the CPU."""
-    if values.dtype is not torch.float32 or any(tensor.dtype is not torch.int64 for tensor in whole):
-        raise ValueError("rankings and routings hold float32 numbers and int64 experts and k")
-    if not all(tensor.is_cpu for tensor in (values, *whole)) or values.dim() != 2:
-        raise ValueError("the native kernels take rankings and routings on the CPU")
 
 
 def _check(x_TA: Tensor, *weights: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Where things lie in memory that stay there over many calls, as the kernels' C interface reads it.
 
 Made and checked once: what a call has to look at costs time, most of all between kernels that stream weights through
-the processor's caches. Whoever makes one keeps the tensors alive, in the memory where they were: they may be written
-to, but not be given other storage.
+the processor's caches. Each keeps its tensors alive (`pointed_to`). They may be written to, but not be given other
+storage.
 
 Shape letters: T tokens, D hidden, E experts, I expert intermediate; H heads, G kv heads, d head size, L layers,
 C room of a cache; V vocabulary, K slots of a routing.
@@ -11,15 +11,18 @@ C room of a cache; V vocabulary, K slots of a routing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import Array, Structure, addressof, c_float, c_int64, c_void_p
-from typing import Literal, get_args
+from ctypes import CFUNCTYPE, POINTER, Array, Structure, addressof, c_double, c_float, c_int, c_int64, c_void_p
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+from minimoe.prefix_rule import Count, Mass, PrefixRule
+from minimoe.routing import Routing
 
-Count = Literal["all", "elbow"]
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+COUNTS = {count: place for place, count in enumerate(get_args(Count))}
+MASSES = {mass: place for place, mass in enumerate(get_args(Mass))}
 
 
 class ExpertPlaces(Structure):
@@ -39,7 +42,8 @@ class ExpertPlaces(Structure):
         for matrices, shape in ((gate_EID, (I, D)), (up_EID, (I, D)), (down_EDI, (D, I))):
             if len(matrices) != len(gate_EID) or any(matrix.shape != shape for matrix in matrices):
                 raise ValueError("the experts of a layer all have the same shape")
-        self.dtype = dtype_of(*gate_EID, *up_EID, *down_EDI)
+        self.pointed_to = [*gate_EID, *up_EID, *down_EDI]
+        self.dtype = dtype_of(*self.pointed_to)
         self.gate, self.up, self.down = (addresses(matrices) for matrices in (gate_EID, up_EID, down_EDI))
         super().__init__(DTYPES[self.dtype], D, I, len(gate_EID), *_at(self.gate, self.up, self.down))
 
@@ -70,7 +74,7 @@ class AttentionPlaces(Structure):
         shapes = [(D,), (width, D), (kv_width, D), (kv_width, D), (width,), (kv_width,), (D, width)]
         if [tuple(weight.shape) for weight in weights] != shapes or heads % kv_heads or d % 2:
             raise ValueError("the weights of attention do not fit together")
-        self.dtype = dtype_of(*weights)
+        self.dtype, self.pointed_to = dtype_of(*weights), weights
         self.weights = addresses(weights)
         clip = float("inf") if clip is None else clip
         super().__init__(DTYPES[self.dtype], D, heads, kv_heads, d, layer, eps, clip, *_at(self.weights))
@@ -93,7 +97,7 @@ class GatePlaces(Structure):
         E, D = gate_ED.shape
         if norm_D.shape != (D,):
             raise ValueError("the norm of a gate is as wide as its matrix")
-        self.dtype = dtype_of(norm_D, gate_ED)
+        self.dtype, self.pointed_to = dtype_of(norm_D, gate_ED), (norm_D, gate_ED)
         super().__init__(DTYPES[self.dtype], D, E, eps, norm_D.data_ptr(), gate_ED.data_ptr())
 
 
@@ -130,7 +134,8 @@ class StepPlaces(Structure):
         )
         if not alike or len(keys) != T or cos_T1d.shape != (T, 1, self.d) or sin_T1d.shape != (T, 1, self.d):
             raise ValueError("the caches and the rotation of a pass do not fit together")
-        self.dtype = dtype_of(*keys, *values, cos_T1d, sin_T1d)
+        self.pointed_to = [*keys, *values, cos_T1d, sin_T1d]
+        self.dtype = dtype_of(*self.pointed_to)
         self.keys, self.values = addresses(keys), addresses(values)
         self.lengths, self.rooms = (c_int64 * T)(*lengths), (c_int64 * T)(*[k.shape[2] for k in keys])
         tables = _at(self.keys, self.values, self.lengths, self.rooms)
@@ -166,54 +171,116 @@ class ModelPlaces(Structure):
     ) -> None:
         V, D = embed_VD.shape
         E = gates[0].E
+        self.pointed_to = [*attention, *gates, *experts, embed_VD, norm_D, head_VD]
         self.dtype, self.G, self.d = dtype_of(embed_VD, norm_D, head_VD), attention[0].G, attention[0].d
         alike = all(of.dtype is self.dtype and D == of.D for of in (*attention, *gates, *experts))
         counted = len(attention) == len(gates) == len(experts) and all(of.E == E for of in (*gates, *experts))
         heads = all((of.layer, of.G, of.d) == (layer, self.G, self.d) for layer, of in enumerate(attention))
         if not (alike and counted and heads) or head_VD.shape != (V, D) or norm_D.shape != (D,):
             raise ValueError("the layers of a model, its embedding and its head do not fit together")
-        self.parts = [*attention, *gates, *experts]  # which their tables point to
         self.tables = [(c_void_p * len(of))(*_at(*of)) for of in (attention, gates, experts)]
         ends = (tensor.data_ptr() for tensor in (embed_VD, norm_D, head_VD))
         super().__init__(DTYPES[self.dtype], len(gates), D, V, E, eps, *ends, *_at(*self.tables))
 
 
-class PrefixRule(Structure):
-    """A rule that ranks a token's experts and counts: from `floor` to K of the best.
-
-    Args:
-        count: "elbow", the elbow of the sorted probabilities, or "all": K.
+class KernelRule(Structure):
+    """A PrefixRule as the kernels read it.
 
     Raises:
-        ValueError: no count from `floor` to K.
+        ValueError: a model of so many experts cannot be routed by it.
     """
 
-    _fields_ = [*((name, c_int64) for name in ("floor", "K", "elbow"))]
+    _fields_ = [
+        ("count", c_int64),
+        ("number", c_double),
+        *((name, c_int64) for name in ("floor", "limit", "mass", "top_k")),
+    ]
 
-    def __init__(self, count: Count, floor: int, K: int) -> None:
-        if count not in get_args(Count) or not 0 <= floor <= K:
-            raise ValueError(f"counted as {count!r}, from {floor} to {K} experts cannot be kept")
-        super().__init__(floor, K, count == "elbow")
+    def __init__(self, rule: PrefixRule, num_experts: int) -> None:
+        if not num_experts or not rule.fits(num_experts) or rule.count not in COUNTS or rule.mass not in MASSES:
+            raise ValueError(f"{num_experts} experts cannot be routed by {rule}")
+        count, mass = COUNTS[rule.count], MASSES[rule.mass]
+        super().__init__(count, rule.number, rule.floor, rule.limit, mass, rule.top_k)
+
+
+class KernelRules:
+    """One rule for each layer, all of one limit.
+
+    Attributes:
+        limit, num_experts: of all of them.
+        table: the KernelRules, one after the other.
+
+    Raises:
+        ValueError: different limits, or none that fit the model.
+    """
+
+    def __init__(self, rules: Sequence[PrefixRule], num_experts: int) -> None:
+        if len({rule.limit for rule in rules}) != 1:
+            raise ValueError("the rules of a step all have one limit")
+        self.limit, self.num_experts = rules[0].limit, num_experts
+        self.table = (KernelRule * len(rules))(*[KernelRule(rule, num_experts) for rule in rules])
+
+
+class Decision(Structure):
+    """What a rule decided about the T tokens of a layer.
+
+    Raises:
+        ValueError: a routing of other tokens, or one whose parts do not fit together or are nothing the kernels read.
+    """
+
+    _fields_ = [("K", c_int64), *((name, c_void_p) for name in ("experts_at", "weights_at", "k_at"))]
+
+    def __init__(self, routing: Routing, tokens: int) -> None:
+        T, K = routing.experts_TK.shape
+        if tokens != T or routing.weights_TK.shape != (T, K) or routing.k_T.shape != (T,):
+            raise ValueError("tokens, routing and experts do not fit together")
+        check_ranking(routing.weights_TK, routing.experts_TK, routing.k_T)
+        self.pointed_to = [part.contiguous() for part in (routing.experts_TK, routing.weights_TK, routing.k_T)]
+        super().__init__(K, *[part.data_ptr() for part in self.pointed_to])
+
+
+# How the kernels ask a rule about a layer, and where it puts its decision; what it returns says whether it failed.
+ASK = CFUNCTYPE(c_int, c_int64, POINTER(Decision))
 
 
 class StepResults(Structure):
-    """Where a decode step writes: the routing of L layers, its logits [L, T, E], and the logits [T, V]."""
+    """Where a decode step writes: the router logits of L layers, the logits, and what rules that are not asked decide.
+
+    Attributes:
+        router_LTE, logits_TV: in the model's dtype.
+        asked: what a rule that is asked has decided, layer by layer.
+    """
 
     _fields_ = [*((name, c_void_p) for name in ("experts_at", "weights_at", "k_at", "router_at", "logits_at"))]
 
-    def __init__(self, places: ModelPlaces, rule: PrefixRule, tokens: int) -> None:
-        L, T, E, K = places.layers, tokens, places.E, rule.K
-        self.experts_LTK = torch.empty(L, T, K, dtype=torch.int64)
-        self.weights_LTK, self.k_LT = torch.empty(L, T, K), torch.empty(L, T, dtype=torch.int64)
+    def __init__(self, places: ModelPlaces, tokens: int, K: int) -> None:
+        L, T, E = places.layers, tokens, places.E
+        self.asked: list[Routing] = []
+        self._experts_LTK = torch.empty(L, T, K, dtype=torch.int64)
+        self._weights_LTK, self._k_LT = torch.empty(L, T, K), torch.empty(L, T, dtype=torch.int64)
         self.router_LTE = torch.empty(L, T, E, dtype=places.dtype)
         self.logits_TV = torch.empty(T, places.V, dtype=places.dtype)
-        written = (self.experts_LTK, self.weights_LTK, self.k_LT, self.router_LTE, self.logits_TV)
+        written = (self._experts_LTK, self._weights_LTK, self._k_LT, self.router_LTE, self.logits_TV)
         super().__init__(*[tensor.data_ptr() for tensor in written])
+
+    @property
+    def routings(self) -> list[Routing]:
+        """Of each layer."""
+        layers = zip(self._experts_LTK, self._weights_LTK, self._k_LT, strict=True)
+        return self.asked or [Routing(*layer, num_experts=self.router_LTE.shape[-1]) for layer in layers]
 
 
 def addresses(tensors: Sequence[Tensor]) -> Array[c_void_p]:
     """Where each tensor begins."""
     return (c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+
+
+def check_ranking(values: Tensor, *whole: Tensor) -> None:
+    """Numbers of a ranking or a routing: float32, and int64 ids and counts, all on the CPU."""
+    if values.dtype is not torch.float32 or any(tensor.dtype is not torch.int64 for tensor in whole):
+        raise ValueError("rankings and routings hold float32 numbers and int64 experts and k")
+    if not all(tensor.is_cpu for tensor in (values, *whole)) or values.dim() != 2:
+        raise ValueError("the native kernels take rankings and routings on the CPU")
 
 
 def dtype_of(*tensors: Tensor) -> torch.dtype:

@@ -23,6 +23,9 @@ inline Floats add_pairs(Floats sums, Floats, Floats) { return sums; }  // never 
 constexpr int64_t STEP = 2 * WIDTH;  // places in a block
 constexpr int64_t SPAN = 2048;       // places that are summed in registers
 constexpr int TOKENS = 4;            // tokens in a tile
+// Tokens that a row may have and still be read alone: every one has loads of its own, and floats twice as many.
+template <class W>
+constexpr int FEW = sizeof(Packed<W>) == sizeof(bfloat16) ? 3 : 2;
 
 inline Floats even(Words packed) { return (Floats)(packed << 16); }
 inline Floats odd(Words packed) { return (Floats)(packed & 0xffff0000u); }
@@ -140,7 +143,7 @@ void tile(const W *w, int64_t rows, int64_t columns, const Packed<W> *const *x, 
           float *out) {
     std::fill(out, out + rows * TOKENS, 0.0f);
     if (pass == 0) {
-        constexpr int FRESH = N <= 2 ? SINGLE : R;
+        constexpr int FRESH = N <= FEW<W> ? SINGLE : R;
         for (int64_t row = 0; row < rows; row += FRESH) {
             // Rows one after the other are one stream, which the processor foresees better than it can be told.
             const W *const after = FRESH == 1                 ? nullptr

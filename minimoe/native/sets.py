@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minimoe.errors import InputError
 from minimoe.native.kernels import Kernels
-from minimoe.native.places import DTYPES
+from minimoe.native.places import ASK, DTYPES
 
 NOT_BUILT = "the native kernels were not built on this machine; reinstall minimoe where a C++ compiler is found"
 _INT, _INT64, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -36,11 +36,9 @@ def instruction_sets() -> tuple[Kernels, ...]:
     library.minimoe_linear.restype = None
     library.minimoe_rank.argtypes = [*[_INT] * 3, *[_INT64] * 2, *[_POINTER] * 3]
     library.minimoe_rank.restype = None
-    library.minimoe_elbow.argtypes = [*[_INT64] * 2, *[_POINTER] * 2]
-    library.minimoe_elbow.restype = None
     library.minimoe_keep.argtypes = [*[_INT64] * 3, *[_POINTER] * 5]
     library.minimoe_keep.restype = None
-    library.minimoe_prefix.argtypes = [*[_INT] * 3, *[_INT64] * 4, _INT, *[_POINTER] * 4]
+    library.minimoe_prefix.argtypes = [*[_INT] * 3, *[_INT64] * 2, *[_POINTER] * 5]
     library.minimoe_prefix.restype = None
     library.minimoe_norm.argtypes = [*[_INT] * 3, *[_INT64] * 2, _FLOAT, *[_POINTER] * 3]
     library.minimoe_norm.restype = None
@@ -52,7 +50,7 @@ def instruction_sets() -> tuple[Kernels, ...]:
     library.minimoe_attend.restype = None
     library.minimoe_experts.argtypes = [*[_INT] * 2, _POINTER, *[_INT64] * 2, *[_POINTER] * 5]
     library.minimoe_experts.restype = _INT64
-    library.minimoe_decode.argtypes = [*[_INT] * 2, *[_POINTER] * 5]
+    library.minimoe_decode.argtypes = [*[_INT] * 2, *[_POINTER] * 3, ASK, *[_POINTER] * 2]
     library.minimoe_decode.restype = _INT64
     return tuple(
         Kernels(library.minimoe_set_name(index).decode(), index, library)

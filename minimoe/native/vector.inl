@@ -2,7 +2,7 @@
 // - KERNELS, the table's name, and SUPPORTED,
 // - WIDTH, floats in a vector,
 // - ROWS, rows of a weight that are multiplied with four tokens at a time,
-// - SINGLE, rows that are read from memory at a time for one token or two: one by one they stream best, but a row alone
+// - SINGLE, rows that are read from memory at a time for few tokens: one by one they stream best, but a row alone
 //   waits for its own sum, which only PAIRS keep short,
 // - FUSED: a * b + sum, rounded once. Left to a compiler, products would be fused for some shapes of a tile and not for
 //   others,

@@ -13,8 +13,10 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from minimoe.config import ModelConfig
 from minimoe.errors import InputError, shown
-from minimoe.native import Count, kernels_for
+from minimoe.native import kernels_for
+from minimoe.prefix_rule import Count, Mass, PrefixRule
 from minimoe.probe import Phase
 from minimoe.routing import Routing
 
@@ -108,8 +110,9 @@ def decide(router: Router, logits_TE: Tensor, context: RouterContext) -> Routing
     return routing
 
 
-def _is_ours(method: Callable[..., Any]) -> bool:
-    return getattr(method, "__module__", "").partition(".")[0] == "minimoe"
+def _is_ours(code: Callable[..., Any]) -> bool:
+    """Whether a method or a class is minimoe's own."""
+    return getattr(code, "__module__", "").partition(".")[0] == "minimoe"
 
 
 def check_routing(routing: object, logits_TE: Tensor, what: str) -> None:
@@ -163,20 +166,26 @@ class PrefixRouter(Router):
             sorted_probs_TE: float32 softmax probabilities, each row in descending order.
         """
 
-    def native_count(self) -> Count | None:
-        """The native kernels' name for what `count` does, or None: it has to be asked."""
+    def counted(self, context: RouterContext, num_experts: int) -> tuple[Count, float] | None:
+        """What kernels know `count` by, and its number, in the context's layer; None: it has to be asked."""
         return None
+
+    def __init_subclass__(cls) -> None:
+        """Whoever counts otherwise than what it is derived from has to be asked, unless it says what by."""
+        super().__init_subclass__()
+        if "count" in vars(cls) and "counted" not in vars(cls):
+            cls.counted = PrefixRouter.counted  # type: ignore[method-assign]
 
     def limit(self, context: RouterContext) -> int:
         """The most experts that this rule gives a token: the width of its Routing."""
         return context.top_k if self.cap is None else self.cap
 
-    def settled(self, top_k: int, norm_topk_prob: bool) -> tuple[int, Renorm]:
-        """The limit, and what kept weights sum to ("none", "kept" or "topk"), in a model with these settings: of a rule
-        whose limit hangs on no token or layer."""
-        nobody = torch.empty(0, dtype=torch.int64)
-        context = RouterContext(0, "decode", nobody, nobody, nobody, top_k, norm_topk_prob)
-        return self.limit(context), self._renorm(context)
+    def rule(self, context: RouterContext, num_experts: int) -> PrefixRule | None:
+        """What kernels follow in the context's layer, or None: `count` has to be asked."""
+        counted = self.counted(context, num_experts)
+        if counted is None:
+            return None
+        return PrefixRule(*counted, self.floor, self.limit(context), self._mass(context), context.top_k)
 
     def route(self, logits_TE: Tensor, context: RouterContext) -> Routing:
         """Rank, count, cut.
@@ -190,20 +199,24 @@ class PrefixRouter(Router):
         check_width(limit, num_experts)
         if self.floor > limit:
             raise InputError(f"the router's floor {shown(self.floor)} is above its cap of {limit} experts a token.")
-        kernels, native = kernels_for(logits_TE), self.native_count()
-        if kernels and native and self._renorm(context) == "none":
-            return Routing(*kernels.prefix(logits_TE, native, self.floor, limit), num_experts)
+        kernels = kernels_for(logits_TE)
+        rule = self.rule(context, num_experts) if kernels else None
+        if kernels and rule:
+            return Routing(*kernels.prefix(logits_TE, rule), num_experts)
         sorted_probs_TE, experts_TE = rank(logits_TE)
         # A copy to count on: what a rule of somebody's own writes into it must not become weights.
         counted_TE = sorted_probs_TE if _is_ours(self.count) else sorted_probs_TE.clone()
         k_T = self._checked(self.count(counted_TE, context), logits_TE.shape[0]).clamp(self.floor, limit)
         routing = keep(sorted_probs_TE, experts_TE, k_T, limit)
-        wanted_T = self._mass(sorted_probs_TE, context)
-        if wanted_T is None:
+        mass = self._mass(context)
+        if mass == "none":
             return routing
-        kept_T = routing.weights_TK.sum(dim=-1)
+        # float64, in which a sum hangs hardly on its order.
+        kept_T = routing.weights_TK.double().sum(dim=-1)
+        best_T = sorted_probs_TE[:, : context.top_k].double().sum(dim=-1)
+        wanted_T = torch.ones_like(kept_T) if mass == "kept" else best_T
         # A token without experts has no mass to share out; its factor must not be 0 / 0.
-        factor_T = torch.where(kept_T > 0, wanted_T / kept_T, torch.ones_like(kept_T))
+        factor_T = torch.where(kept_T > 0, wanted_T / kept_T, torch.ones_like(kept_T)).float()
         return Routing(routing.experts_TK, routing.weights_TK * factor_T[:, None], routing.k_T, num_experts)
 
     def _checked(self, k_T: Tensor, tokens: int) -> Tensor:
@@ -215,17 +228,43 @@ class PrefixRouter(Router):
             f"{type(self).__name__}.count must return one whole number for each token, int64 [{tokens}], not {told}."
         )
 
-    def _renorm(self, context: RouterContext) -> Renorm:
+    def _mass(self, context: RouterContext) -> Mass:
         return ("kept" if context.norm_topk_prob else "none") if self.renorm == "model" else self.renorm
 
-    def _mass(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor | None:
-        """What each token's kept weights are made to sum to, float32 [T], or None to leave them alone."""
-        renorm = self._renorm(context)
-        if renorm == "none":
-            return None
-        if renorm == "kept":
-            return sorted_probs_TE.new_ones(sorted_probs_TE.shape[0])
-        return sorted_probs_TE[:, : context.top_k].sum(dim=-1)
+
+def layer_rules(
+    router: Router, config: ModelConfig, checkpoint: Callable[[], str] | None = None
+) -> list[PrefixRule] | None:
+    """What kernels follow in each layer of a model; None if the rule has to be asked about its tokens.
+
+    That is what rules of somebody's own are, also if they are derived from minimoe's.
+
+    Args:
+        checkpoint: see RouterContext.
+
+    Raises:
+        InputError: the rule is for another model.
+    """
+    if not isinstance(router, PrefixRouter) or not _is_ours(type(router)):
+        return None
+    nobody_T, rules = torch.empty(0, dtype=torch.int64), []
+    for layer in range(config.num_layers):
+        context = RouterContext(
+            layer=layer,
+            phase="decode",
+            ids_T=nobody_T,
+            positions_T=nobody_T,
+            sequence_T=nobody_T,
+            top_k=config.top_k,
+            norm_topk_prob=config.norm_topk_prob,
+            num_layers=config.num_layers,
+            checkpoint=checkpoint,
+        )
+        rule = router.rule(context, config.num_experts)
+        if rule is None or not rule.fits(config.num_experts):
+            return None  # what does not fit, the rule itself refuses when it is asked, with a sentence
+        rules.append(rule)
+    return rules
 
 
 def check_fraction(name: str, value: float) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minimoe.curve import Reading, deviation
 from minimoe.errors import InputError
-from minimoe.native import Count, kernels_for
+from minimoe.prefix_rule import Count
 from minimoe.routers.base import PrefixRouter, RouterContext, check_choice, check_positive
 
 Method = Literal["argmax", "kneed"]
@@ -47,15 +47,11 @@ class Elbow(PrefixRouter):
                 raise InputError("method kneed has its own reading of the curve; leave reading out.")
             _kneed()
 
-    def native_count(self) -> Count | None:
-        own = type(self).count is Elbow.count and (self.method, self.reading) == ("argmax", "program")
-        return "elbow" if own else None
+    def counted(self, context: RouterContext, num_experts: int) -> tuple[Count, float] | None:
+        return None if self.method == "kneed" else (self.reading, 0.0)
 
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
         if self.method == "argmax":
-            kernels = kernels_for(sorted_probs_TE)
-            if kernels and self.reading == "program":
-                return kernels.elbow(sorted_probs_TE)
             return deviation(sorted_probs_TE, self.reading).argmax(dim=-1) + 1
         curves = sorted_probs_TE.to(torch.float64).cpu().numpy()
         return torch.tensor([self.knee(curve) for curve in curves], dtype=torch.int64).to(sorted_probs_TE.device)

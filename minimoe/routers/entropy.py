@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minimoe.prefix_rule import Count
 from minimoe.routers.base import PrefixRouter, RouterContext, check_positive
 
 
@@ -26,6 +27,9 @@ class Entropy(PrefixRouter):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive("scale", self.scale)
+
+    def counted(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
+        return "entropy", self.scale
 
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
         entropy_T = torch.special.entr(sorted_probs_TE.to(torch.float64)).sum(dim=-1)

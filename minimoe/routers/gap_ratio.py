@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minimoe.prefix_rule import Count
 from minimoe.routers.base import PrefixRouter, RouterContext
 
 EPSILON = 1e-12
@@ -21,6 +22,9 @@ class GapRatio(PrefixRouter):
     any two probabilities may stand in any ratio. Source: the eigenvalue-ratio criterion (Ahn and Horenstein
     2013), on experts.
     """
+
+    def counted(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
+        return "gap_ratio", 0.0
 
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
         ranks = min(self.limit(context), sorted_probs_TE.shape[1] - 1)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minimoe.calibration import Calibration, read_calibration
 from minimoe.errors import InputError
+from minimoe.prefix_rule import Count
 from minimoe.routers.base import Needs, PrefixRouter, RouterContext, check_count, numbers
 
 
@@ -50,14 +51,19 @@ class LayerK(PrefixRouter):
     def limit(self, context: RouterContext) -> int:
         return max(self._k) if self.cap is None else self.cap
 
+    def counted(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
+        return "number", self._number(context)
+
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
+        T = len(sorted_probs_TE)
+        return torch.full((T,), self._number(context), dtype=torch.int64, device=sorted_probs_TE.device)
+
+    def _number(self, context: RouterContext) -> int:
+        """k of the context's layer, not yet capped."""
         if self._fitted is not None:
-            k = self._fitted.value(context.layer, context.num_layers, context.checkpoint)
-        else:
-            layers = context.num_layers
-            if context.layer >= len(self._k) > 1 or (layers is not None and len(self._k) not in (1, layers)):
-                of = "more" if layers is None else str(layers)
-                raise InputError(f"k has numbers for {len(self._k)} layers, but the model has {of}.")
-            k = self._k[min(context.layer, len(self._k) - 1)]
-        k = min(k, self.limit(context))
-        return torch.full((len(sorted_probs_TE),), k, dtype=torch.int64, device=sorted_probs_TE.device)
+            return int(self._fitted.value(context.layer, context.num_layers, context.checkpoint))
+        layers = context.num_layers
+        if context.layer >= len(self._k) > 1 or (layers is not None and len(self._k) not in (1, layers)):
+            of = "more" if layers is None else str(layers)
+            raise InputError(f"k has numbers for {len(self._k)} layers, but the model has {of}.")
+        return self._k[min(context.layer, len(self._k) - 1)]

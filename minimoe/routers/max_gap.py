@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minimoe.prefix_rule import Count
 from minimoe.routers.base import PrefixRouter, RouterContext
 
 
@@ -17,6 +18,9 @@ class MaxGap(PrefixRouter):
     Formula: k = the first i where p_i - p_(i+1) is largest, ranks i from 1, then clamped to 1..K; 1 for a
     model of one expert. Source: the largest-gap cut of a sorted list, common in clustering (the eigengap).
     """
+
+    def counted(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
+        return "max_gap", 0.0
 
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
         if sorted_probs_TE.shape[1] == 1:

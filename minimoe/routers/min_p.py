@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from minimoe.prefix_rule import Count
 from minimoe.routers.base import PrefixRouter, RouterContext, check_fraction
 
 
@@ -24,6 +25,9 @@ class MinP(PrefixRouter):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fraction("p", self.p)
+
+    def counted(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
+        return "min_p", self.p
 
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
         return (sorted_probs_TE >= self.p * sorted_probs_TE[:, :1]).sum(dim=-1)

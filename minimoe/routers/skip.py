@@ -9,6 +9,7 @@ from torch import Tensor
 
 from minimoe.calibration import Calibration, read_calibration
 from minimoe.errors import InputError
+from minimoe.prefix_rule import Count
 from minimoe.routers.base import Needs, PrefixRouter, RouterContext, check_fraction
 
 
@@ -43,10 +44,14 @@ class Skip(PrefixRouter):
                 check_fraction(f"beta in {self.file}", value)
             object.__setattr__(self, "_fitted", fitted)
 
+    def counted(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
+        return "min_p", self._bound(context)
+
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
-        beta = (
-            (self.beta or 0.0)
-            if self._fitted is None
-            else self._fitted.value(context.layer, context.num_layers, context.checkpoint)
-        )
-        return (sorted_probs_TE >= beta * sorted_probs_TE[:, :1]).sum(dim=-1)
+        return (sorted_probs_TE >= self._bound(context) * sorted_probs_TE[:, :1]).sum(dim=-1)
+
+    def _bound(self, context: RouterContext) -> float:
+        """beta of the context's layer."""
+        if self._fitted is None:
+            return self.beta or 0.0
+        return float(self._fitted.value(context.layer, context.num_layers, context.checkpoint))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from minimoe.prefix_rule import Count
 from minimoe.routers.base import PrefixRouter, RouterContext, check_fraction
 
 
@@ -26,6 +27,11 @@ class Threshold(PrefixRouter):
         if self.p is not None:
             check_fraction("p", self.p)
 
+    def counted(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
+        return "threshold", self._bound(num_experts)
+
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
-        p = 1 / sorted_probs_TE.shape[-1] if self.p is None else self.p
-        return (sorted_probs_TE >= p).sum(dim=-1)
+        return (sorted_probs_TE >= self._bound(sorted_probs_TE.shape[-1])).sum(dim=-1)
+
+    def _bound(self, num_experts: int) -> float:
+        return 1 / num_experts if self.p is None else self.p

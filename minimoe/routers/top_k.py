@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minimoe.native import Count
+from minimoe.prefix_rule import Count
 from minimoe.routers.base import PrefixRouter, RouterContext, check_count
 
 
@@ -32,8 +32,8 @@ class TopK(PrefixRouter):
         given = [limit for limit in (self.k, self.cap) if limit is not None]
         return min(given, default=context.top_k)
 
-    def native_count(self) -> Count | None:
-        return "all" if type(self).count is TopK.count else None
+    def counted(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
+        return "number", self.limit(context)
 
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
         T = sorted_probs_TE.shape[0]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minimoe.prefix_rule import Count
 from minimoe.routers.base import PrefixRouter, RouterContext, check_fraction
 
 
@@ -26,6 +27,9 @@ class TopP(PrefixRouter):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fraction("p", self.p)
+
+    def counted(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
+        return "top_p", self.p
 
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
         # float64: a float32 running sum can end at 0.9999998.

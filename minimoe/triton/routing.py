@@ -2,16 +2,12 @@
 
 The kernel decides what the rule itself decides, ties included. The softmax is torch's because decisions can hang on its
 last bit: gap_ratio among equal ratios, top_p at p = 1, elbow on a straight line. Rules that need a host (randomness,
-recordings, calibration, a user's own Python) have no place here: `on_device` says so by returning None.
+recordings, a user's own Python) have no place here.
 
 Shape letters: T tokens, E experts, K slots.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -19,79 +15,37 @@ import triton.language as tl
 from torch import Tensor
 
 from minimoe.curve import EPSILON
-from minimoe.routers import Elbow, GapRatio, MaxGap, MinP, PrefixRouter, Router, Threshold, TopK, TopP
+from minimoe.prefix_rule import PrefixRule
 from minimoe.routers.gap_ratio import EPSILON as RATIO_EPSILON
 from minimoe.routing import Routing
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceRule:
-    """A rule as the kernel takes it.
+def route(rule: PrefixRule, logits_TE: Tensor, into: Routing, broken_1: Tensor) -> None:
+    """Choose experts and weights as a rule says; the host does not wait.
 
-    Attributes:
-        count: how k is found: "all", "program" and "printed" (the elbow's readings), "max_gap", "gap_ratio", "top_p",
-            "min_p" or "threshold".
-        number: the rule's parameter, where it has one.
-        floor, limit: the least and the most of k; `limit` is the width of the routing.
-        mass: what the kept weights are made to sum to: "none" (left alone), "kept" (1) or "topk".
-        top_k: the model's own number of experts, for that mass.
+    Args:
+        logits_TE: contiguous, any float dtype.
+        into: overwritten; T tokens and `rule.limit` slots.
+        broken_1: int32; set to 1 if any logit is not finite. The routing of such a token is valid, and nonsense.
     """
-
-    count: str
-    number: float
-    floor: int
-    limit: int
-    mass: str
-    top_k: int
-
-    def route(self, logits_TE: Tensor, into: Routing, broken_1: Tensor) -> None:
-        """Choose experts and weights; the host does not wait.
-
-        Args:
-            logits_TE: contiguous, any float dtype.
-            into: overwritten; T tokens and `limit` slots.
-            broken_1: int32; set to 1 if any logit is not finite. The routing of such a token is valid, and nonsense.
-        """
-        T, E = logits_TE.shape
-        _route_kernel[(T,)](
-            logits_TE,
-            torch.softmax(logits_TE, dim=-1, dtype=torch.float32),
-            into.experts_TK,
-            into.weights_TK,
-            into.k_T,
-            broken_1,
-            E=E,
-            E_PADDED=triton.next_power_of_2(E),
-            K=self.limit,
-            COUNT=self.count,
-            NUMBER=self.number,
-            EPSILON=RATIO_EPSILON if self.count == "gap_ratio" else EPSILON,
-            FLOOR=self.floor,
-            MASS=self.mass,
-            TOP_K=self.top_k,
-        )
-
-
-_COUNTS: dict[type[Router], Callable[[Any, int], tuple[str, float]]] = {
-    TopK: lambda rule, E: ("all", 0.0),
-    Elbow: lambda rule, E: (rule.reading, 0.0),
-    MaxGap: lambda rule, E: ("max_gap", 0.0),
-    GapRatio: lambda rule, E: ("gap_ratio", 0.0),
-    TopP: lambda rule, E: ("top_p", float(rule.p)),
-    MinP: lambda rule, E: ("min_p", float(rule.p)),
-    Threshold: lambda rule, E: ("threshold", 1 / E if rule.p is None else float(rule.p)),
-}
-
-
-def on_device(rule: Router, top_k: int, num_experts: int, norm_topk_prob: bool) -> DeviceRule | None:
-    """The rule for the kernel, or None if it has to be asked on the host: the type decides, so subclasses have to."""
-    if type(rule) not in _COUNTS or (isinstance(rule, Elbow) and rule.method != "argmax"):
-        return None
-    assert isinstance(rule, PrefixRouter)
-    limit, mass = rule.settled(top_k, norm_topk_prob)
-    if not rule.floor <= limit <= num_experts:
-        return None  # which the rule itself refuses, with a sentence
-    return DeviceRule(*_COUNTS[type(rule)](rule, num_experts), rule.floor, limit, mass, top_k)
+    T, E = logits_TE.shape
+    _route_kernel[(T,)](
+        logits_TE,
+        torch.softmax(logits_TE, dim=-1, dtype=torch.float32),
+        into.experts_TK,
+        into.weights_TK,
+        into.k_T,
+        broken_1,
+        E=E,
+        E_PADDED=triton.next_power_of_2(E),
+        K=rule.limit,
+        COUNT=rule.count,
+        NUMBER=float(rule.number),
+        EPSILON=RATIO_EPSILON if rule.count == "gap_ratio" else EPSILON,
+        FLOOR=rule.floor,
+        MASS=rule.mass,
+        TOP_K=rule.top_k,
+    )
 
 
 @triton.jit
@@ -133,8 +87,8 @@ def _route_kernel(
     p = sorted_probs.to(tl.float64)
     epsilon = tl.full((), EPSILON, tl.float64)
     lowest = tl.full((E_PADDED,), float("-inf"), tl.float64)
-    if COUNT == "all":
-        k = tl.full((), K, tl.int32)
+    if COUNT == "number":
+        k = tl.full((), NUMBER, tl.float32).to(tl.int32)
     elif COUNT == "program" or COUNT == "printed":
         last = tl.sum(tl.where(ids == E - 1, p, 0.0), axis=0)
         top = tl.sum(tl.where(ids == 0, p, 0.0), axis=0)
@@ -155,8 +109,12 @@ def _route_kernel(
         k = 1 + tl.sum(((ids < E - 1) & (reached == 0)).to(tl.int32), axis=0)
     elif COUNT == "min_p":
         k = tl.sum((real & (sorted_probs >= first * NUMBER)).to(tl.int32), axis=0)
-    else:
+    elif COUNT == "threshold":
         k = tl.sum((real & (sorted_probs >= NUMBER)).to(tl.int32), axis=0)
+    else:
+        entropy = -tl.sum(tl.where(p > 0, p * tl.log(tl.where(p > 0, p, 1.0)), 0.0), axis=0)
+        wanted = tl.floor(tl.full((), NUMBER, tl.float64) * tl.exp(entropy) + 0.5)
+        k = tl.where(wanted < E, wanted, E).to(tl.int32)
     k = tl.minimum(tl.maximum(k, FLOOR), K)
     live = ids < k
     weights = tl.where(live, sorted_probs, 0.0)
