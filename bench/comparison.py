@@ -23,7 +23,7 @@ import torch
 from bench.engines import ENGINES
 from bench.limits import READ_BYTES, Reading
 from bench.report import Spread
-from bench.worker import EngineFailed, Task, Worker, open_worker, read_through
+from bench.worker import EngineFailed, Task, Worker, open_worker
 from minimoe.errors import InputError
 
 OURS = "minimoe"
@@ -96,8 +96,7 @@ class Seats:
             yield self._open[engine]
 
     def _warm(self, worker: Worker) -> None:
-        """The files into memory, and every expert's pages into the process: by a prompt that uses them all."""
-        read_through(self._folder)
+        """Every expert's pages into the process, by a prompt that uses them all."""
         tokens = Tokens(self._vocab_size, seed=-1)
         for variant in worker.variants:
             length = min(WARM_TOKENS, worker.most_tokens.get(variant, WARM_TOKENS))

@@ -44,6 +44,11 @@ class BenchEngine(ABC):
     def prepare(cls) -> None:
         """Import all that loading needs, so that whoever times loading can do it first."""
 
+    @classmethod
+    def files(cls, folder: Path) -> list[Path]:
+        """What it reads, written first if need be; raises as loading does."""
+        return sorted(path for path in folder.iterdir() if path.is_file())
+
     @abstractmethod
     def begin(self, variant: str, sequences: int, capacity: int) -> None:
         """Forget everything and start new sequences of at most `capacity` tokens."""
@@ -126,14 +131,18 @@ class LlamaCpp(BenchEngine):
     def prepare(cls) -> None:
         import llama_cpp  # noqa: F401
 
-    def __init__(self, folder: Path, threads: int) -> None:
-        self.prepare()
-        import llama_cpp
-
+    @classmethod
+    def files(cls, folder: Path) -> list[Path]:
+        cls.prepare()
         from bench.gguf_file import write_gguf
 
+        return [write_gguf(folder)]
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        (path,) = self.files(folder)
+        import llama_cpp
+
         self._api = llama_cpp
-        path = write_gguf(folder)
         self._model = llama_cpp.Llama(
             str(path), n_ctx=4096, n_batch=2048, n_threads=threads, n_threads_batch=threads, verbose=False
         )

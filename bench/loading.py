@@ -3,7 +3,7 @@
     python -m bench.loading                        # on the synthetic checkpoint, written first if need be
     python -m bench.loading --model DIR --repeats 5 --save
 
-Each repetition is a process of its own, and the files are read through before it. Imports come first and are not timed.
+Each repetition is a process of its own, which imports and reads the files through first; neither is timed.
 An engine that maps its files puts off reading them, so the time up to the logits of a first token is given too. Peak
 memory is the process's resident set (VmHWM), mapped file pages, interpreter and libraries included; what was resident
 before loading is listed beside it, and the part that is no file's (RssAnon), which the system cannot drop.
@@ -60,6 +60,7 @@ class Loading:
 def load_once(engine: str, folder: Path, threads: int) -> Loading:
     """Load in this process. For a fresh process only: a peak is never forgotten."""
     ENGINES[engine].prepare()
+    read_through(ENGINES[engine].files(folder))
     baseline = resident_bytes("VmHWM")
     with AnonymousPeak() as anonymous:
         start = time.perf_counter()
@@ -127,7 +128,6 @@ def measure(
     for _ in track(range(repeats), "Loading", console=Console(stderr=True), disable=not sys.stderr.isatty()):
         for engine in engines:
             if engine not in skipped:
-                read_through(folder)
                 try:
                     run = load_in_child(engine, folder, threads)
                 except EngineFailed as error:

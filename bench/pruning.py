@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.engines import MiniMoe
 from bench.report import Spread, at_least_one, machine, publish, table
 from bench.synthetic import DEFAULT_GATE_SCALE, DEFAULT_LAYERS, Recipe, default_folder, write
+from bench.worker import read_through
 from minimoe.cache import KVCache
 from minimoe.engine import Engine, load
 from minimoe.errors import InputError
@@ -99,6 +101,7 @@ def main() -> None:
         engine = load(folder, router="elbow", backend=arguments.backend, threads=arguments.threads)
     except InputError as error:
         parser.error(str(error))
+    read_through(MiniMoe.files(folder), anew=True)
     blocks, savings = measure(engine, arguments.rounds)
     result: dict[str, Any] = {
         "machine": about,

@@ -22,9 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.engines import MiniMoe
 from bench.limits import READ_BYTES, Reading
 from bench.report import Spread, at_least_one, machine, publish, table
 from bench.synthetic import DEFAULT_GATE_SCALE, DEFAULT_LAYERS, Recipe, default_folder, write
+from bench.worker import read_through
 from minimoe.cache import KVCache
 from minimoe.engine import Engine, load
 from minimoe.errors import InputError
@@ -157,6 +159,7 @@ def main() -> None:
         engine = load(folder, threads=arguments.threads)
     except InputError as error:
         parser.error(str(error))
+    read_through(MiniMoe.files(folder), anew=True)
     measured = measure(engine, arguments.rounds, arguments.context)
     rows = [
         ["whole step, ms", measured["step_seconds"].text(1e3), ""],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from bench import comparison
 from bench.comparison import MAX_ERROR, Work, compare, distance
 from bench.engines import ENGINES, BenchEngine, MiniMoe
 from bench.report import Spread
-from bench.worker import EngineFailed, Task, Times, open_worker
+from bench.worker import EngineFailed, Task, Times, open_worker, read_through
 from minimoe.errors import InputError
 
 WORKS = {"read": Work(1, 64), "write": Work(1, 8, 16), "write 2": Work(2, 8, 4)}
@@ -200,3 +201,16 @@ def test_the_distance_is_relative_and_a_median() -> None:
     b_PV = torch.tensor([[3.0, 4.0], [0.0, 2.0], [6.0, 8.0]])
     a_PV = torch.tensor([[3.0, 4.5], [0.0, 2.0], [6.0, 88.0]])
     assert distance(a_PV, b_PV) == pytest.approx(0.1)
+
+
+def test_files_that_are_read_anew_are_in_memory_and_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(range(256)) * 4096)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    read_through([path], anew=True)
+    with path.open("rb") as file:
+        # Only what lies in memory is given to whoever will not wait.
+        assert os.preadv(file.fileno(), [bytearray(1 << 20)], 0, os.RWF_NOWAIT) == 1 << 20
+    assert path.read_bytes() == bytes(range(256)) * 4096

@@ -130,6 +130,9 @@ SPREADS = {
 }
 
 
+PACES = {name: replace(spread, median=6.0 if name == "two c" else spread.median) for name, spread in SPREADS.items()}
+
+
 def test_the_ratio_is_to_the_fastest_variant_of_each_peer() -> None:
     assert ratios(SPREADS) == {
         "minimoe native": {"one": 2.25, "two": 1},
@@ -141,12 +144,14 @@ def test_the_ratio_is_to_the_fastest_variant_of_each_peer() -> None:
 def test_bars_are_for_the_fastest_backend_and_the_whole_models_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "BARS", {("decode 1", "one"): 2.5})
     config = Recipe(changes={"num_hidden_layers": 16}).config
-    found = peers.findings({"decode 1": SPREADS}, config)
+    found = peers.findings({"decode 1": SPREADS}, {"decode 1": PACES}, config)
     by_name = {(f.engine.split()[1], f.against): (f.value, f.bar) for f in found}
     assert by_name["native", "one"] == (2.25, 2.5)
     assert by_name["bucketed", "one"] == (1.5, None)
     assert by_name["native", "two"] == (1.0, None)
-    tiny = peers.findings({"decode 1": SPREADS}, replace(config, hidden_size=256))
+    assert by_name["native", "two, per readable byte"] == (1.5, None)
+    assert len(found) == 6
+    tiny = peers.findings({"decode 1": SPREADS}, {"decode 1": PACES}, replace(config, hidden_size=256))
     assert {f.against for f in tiny} == {"one", "two"}
 
 
