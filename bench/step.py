@@ -4,9 +4,8 @@
 
 Whole steps (model, head and the choice of a token, as `generate` runs them) take turns with their products alone: the
 experts of each layer, and all other matrices in one call. What is left is norms, RoPE, attention over the cache, the
-rule, sampling and Python. The rule is timed inside steps in which Python asks it, as it does for most rules: its share
-is largest there, and the processor's caches hold nothing of it. The read bandwidth is measured right before and after
-each step, for it changes within seconds where a machine has other guests.
+rule, sampling and Python. The rule is timed inside steps, where the processor's caches hold nothing of it. The read
+bandwidth is measured right before and after each step, for it changes within seconds where a machine has other guests.
 """
 
 from __future__ import annotations
@@ -55,21 +54,18 @@ class RuleTime(Probe):
     def span(self, name: str, layer: int | None = None) -> Iterator[None]:
         start = time.perf_counter()
         yield
+        self.spent(name, layer, time.perf_counter() - start)
+
+    def spent(self, name: str, layer: int | None, seconds: float) -> None:
         if name == "rule":
-            self.seconds += time.perf_counter() - start
+            self.seconds += seconds
 
 
-def as_generated(engine: Engine, router: Router) -> Step:
-    """A step as `generate` makes it: without Python in it where backend and rule allow that."""
-    decoder = engine.decoder_for(router)
-    if decoder is None:
-        return asking(engine, router)
-    return lambda ids_1, cache: decoder.step(ids_1, [cache])
-
-
-def asking(engine: Engine, router: Router, probe: Probe | None = None) -> Step:
-    """A step in which Python asks the rule."""
-    model = engine.model
+def as_generated(engine: Engine, router: Router, probe: Probe | None = None) -> Step:
+    """A step as `generate` makes it."""
+    decoder, model = engine.decoder_for(router), engine.model
+    if decoder:
+        return lambda ids_1, cache: decoder.step(ids_1, [cache], probe)
     return lambda ids_1, cache: model.head(model.forward(Batch(ids_1, [1], [cache], "decode"), router, probe))
 
 
@@ -120,16 +116,16 @@ def measure(engine: Engine, rounds: int, context: int) -> dict[str, Spread]:
         sampler, generated = Sampler(Sampling(temperature=0)), as_generated(engine, rules["top_k"])
         steps, products, reads = [], [], []
         shares: dict[str, list[float]] = {name: [] for name in rules}
+        probes = {name: RuleTime() for name in rules}
+        ruled = {name: as_generated(engine, rule, probes[name]) for name, rule in rules.items()}
         for turn in range(rounds + 1):
             before = reading()
             step = whole_step(generated, engine, cache, sampler)
             readable_bytes = step * (before + reading()) / 2
             product = products_alone(engine, random_routings(engine))
-            probes = {name: RuleTime() for name in rules}
-            seconds = {
-                name: whole_step(asking(engine, rule, probes[name]), engine, cache, sampler)
-                for name, rule in rules.items()
-            }
+            for probe in probes.values():
+                probe.seconds = 0.0
+            seconds = {name: whole_step(of, engine, cache, sampler) for name, of in ruled.items()}
             if turn:
                 steps.append(step)
                 products.append(product)

@@ -185,13 +185,15 @@ class Engine:
     def profile(self, prompt: Prompt, *, max_new_tokens: int = 64, **sampling: Any) -> Profile:
         """Generate twice, once unprobed and once measured, and say where time, FLOPs and bytes go.
 
-        The same tokens are run both times, after a warm-up pass, so that the cost of measuring is visible. Both times
-        the host takes part in every operation, as it must to measure it, also where `generate` can do without.
+        The same tokens are run both times, after a warm-up pass, so that the cost of measuring is visible. Decode steps
+        are those of `generate` where they know their times. Elsewhere the host takes part in every operation both
+        times, as it must to measure it.
         """
         request = self.request(prompt, max_new_tokens=max_new_tokens, **sampling)
+        decoder = self.decoder if self.decoder and self.decoder.knows_times else None
 
         def work(probe: Probe | None) -> Generation:
-            batcher = Batcher(self.model, self.tokenizer, self.router, self.eos_token_ids, probe)
+            batcher = Batcher(self.model, self.tokenizer, self.router, self.eos_token_ids, probe, decoder)
             with torch.inference_mode():
                 return next(result for _, _, result in batcher.run([request]) if result)
 

@@ -136,8 +136,8 @@ class Batcher:
         model, tokenizer, router: the engine's.
         eos_ids: tokens that end a text.
         probe: sees every pass, or None.
-        decoder: decode steps of this model and rule in one go, or None. They have no spans: under a probe that needs
-            some every pass is the model's own.
+        decoder: decode steps of this model and rule in one go, or None. They have no spans, and some know no times:
+            under a probe that needs these every pass is the model's own.
         max_batch, prefill_tokens: limits of one pass.
     """
 
@@ -158,7 +158,8 @@ class Batcher:
         self.router = router
         self.eos_ids = frozenset(eos_ids)
         self.probe = probe or Probe()
-        self.decoder = None if self.probe.needs_spans else decoder
+        untold = self.probe.needs_spans or (self.probe.takes_times and not (decoder and decoder.knows_times))
+        self.decoder = None if untold else decoder
         self.max_batch = max_batch
         self.prefill_tokens = prefill_tokens
 

@@ -19,9 +19,13 @@ class Probe:
 
     @property
     def needs_spans(self) -> bool:
-        """Whether it overrides `span`. Decode steps without Python in them (minimoe.decoding) have none to see, and
-        tell of their routings when they are over; under a probe that needs spans they are not used."""
-        return type(self).span is not Probe.span
+        """Whether nothing but spans tells it of times: decode steps in one go (minimoe.decoding) are not used then."""
+        return type(self).span is not Probe.span and not self.takes_times
+
+    @property
+    def takes_times(self) -> bool:
+        """Whether it overrides `spent`: decode steps that do not know their times are not used then."""
+        return type(self).spent is not Probe.spent
 
     def step(self, phase: Phase, new: Sequence[int], past: Sequence[int]) -> None:
         """A forward pass begins: for each sequence of the batch, its new tokens and those already cached."""
@@ -29,6 +33,9 @@ class Probe:
     def span(self, name: str, layer: int | None = None) -> AbstractContextManager[None]:
         """Wraps one operation: embed, attention, gate, rule, experts (with a layer), norm, head."""
         return _NOTHING
+
+    def spent(self, name: str, layer: int | None, seconds: float) -> None:
+        """An operation that nobody could wrap is over: names are those of `span`."""
 
     def routed(self, layer: int, routing: Routing, logits_TE: Tensor) -> None:
         """A layer's rule has decided, on these router logits (in the model's dtype)."""
@@ -61,6 +68,10 @@ class Probes(Probe):
     def needs_spans(self) -> bool:
         return any(probe.needs_spans for probe in self.probes)
 
+    @property
+    def takes_times(self) -> bool:
+        return any(probe.takes_times for probe in self.probes)
+
     def step(self, phase: Phase, new: Sequence[int], past: Sequence[int]) -> None:
         for probe in self.probes:
             probe.step(phase, new, past)
@@ -71,6 +82,10 @@ class Probes(Probe):
             for probe in self.probes:
                 stack.enter_context(probe.span(name, layer))
             yield
+
+    def spent(self, name: str, layer: int | None, seconds: float) -> None:
+        for probe in self.probes:
+            probe.spent(name, layer, seconds)
 
     def routed(self, layer: int, routing: Routing, logits_TE: Tensor) -> None:
         for probe in self.probes:

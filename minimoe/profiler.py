@@ -140,6 +140,9 @@ class Profiler(Probe):
         synchronise(self._device)
         self._seconds[self._passes[-1].phase, layer, name].append(time.perf_counter() - start)
 
+    def spent(self, name: str, layer: int | None, seconds: float) -> None:
+        self._seconds[self._passes[-1].phase, layer, name].append(seconds)
+
     def routed(self, layer: int, routing: Routing, logits_TE: Tensor) -> None:
         current = self._passes[-1]
         current.pairs.append(int(routing.k_T.sum()))

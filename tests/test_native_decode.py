@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -301,6 +303,63 @@ def test_generating_goes_through_the_steps_but_under_a_probe_of_spans(
         for mine, other in zip(ours.routing or [], theirs.routing or [], strict=True):
             assert torch.equal(mine.experts_TK, other.experts_TK)
             assert torch.equal(mine.weights_TK, other.weights_TK)
+
+
+class Timekeeper(Watcher):
+    """Notes what took how long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[tuple[str, int | None, float]] = []
+
+    def span(self, name: str, layer: int | None = None) -> AbstractContextManager[None]:
+        self.times.append((name, layer, 0.0))
+        return nullcontext()
+
+    def spent(self, name: str, layer: int | None, seconds: float) -> None:
+        self.times.append((name, layer, seconds))
+
+
+@pytest.mark.parametrize("router", ["elbow", "mixed_k:k=1.5"])
+def test_a_step_tells_what_its_parts_took(checkpoint: Folders, router: str) -> None:
+    engine, steps, spans = load(checkpoint("base"), router), Timekeeper(), Timekeeper()
+    assert engine.decoder is not None
+    with torch.inference_mode():
+        (cache,) = prompted(engine, [3])
+        start = time.perf_counter()
+        engine.decoder.step(torch.tensor([3]), [cache], steps)
+        whole = time.perf_counter() - start
+        hidden_1D = engine.model.forward(Batch(torch.tensor([4]), [1], [cache], "decode"), engine.router, spans)
+        engine.model.head(hidden_1D, spans)
+    assert [part[:2] for part in steps.times] == [part[:2] for part in spans.times]
+    assert all(seconds > 0 for _, _, seconds in steps.times)
+    assert sum(seconds for _, _, seconds in steps.times) < whole
+
+
+def test_a_rule_that_takes_long_is_what_took_long(checkpoint: Folders) -> None:
+    class Slow(TopK):
+        def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
+            time.sleep(0.01 * (context.layer == 1))
+            return super().count(sorted_probs_TE, context)
+
+    engine, told = load(checkpoint("base")), Timekeeper()
+    decoder = engine.decoder_for(Slow())
+    assert decoder is not None
+    with torch.inference_mode():
+        decoder.step(torch.tensor([3]), prompted(engine, [3]), told)
+    assert max(told.times, key=lambda part: part[2])[:2] == ("rule", 1)
+    assert max(seconds for _, _, seconds in told.times) >= 0.01
+
+
+def test_a_profile_is_of_the_steps_that_generate_runs(checkpoint: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, steps = load(checkpoint("base")), []
+    decode = Kernels.decode
+    monkeypatch.setattr(Kernels, "decode", lambda self, *given: (steps.append(1), decode(self, *given))[1])
+    profile = engine.profile("Once upon", max_new_tokens=4, temperature=0)
+    assert len(steps) == 3 * 3  # to warm up, without a probe, and with one
+    parts = {row.operation: row for row in profile.by_operation("decode")}
+    assert [parts[name].count for name in ("embed", "rule", "head")] == [3, 9, 3]
+    assert 0 < sum(part.total for part in parts.values()) < profile.probed_seconds
 
 
 def test_router_logits_that_are_not_finite_name_their_layer(checkpoint: Folders) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,17 @@ from minimoe.probe import Probe
 from minimoe.routers import Router
 from minimoe.routing import Routing
 
-Routings = Sequence[tuple[Routing, Tensor]]  # of each layer, and the router logits [B, E] that it was made of
+
+class Told(NamedTuple):
+    """What a step tells a probe.
+
+    Attributes:
+        routings: of each layer, and the router logits [B, E] that each was made of.
+        times: what each operation was, in which layer if in one, and its seconds; as for Probe.spent.
+    """
+
+    routings: Sequence[tuple[Routing, Tensor]] = ()
+    times: Sequence[tuple[str, int | None, float]] = ()
 
 
 class Decoder(ABC):
@@ -25,7 +36,10 @@ class Decoder(ABC):
     Attributes:
         router: the rule.
         asks: whether it is asked in each layer, which takes Python; else what runs the steps follows it.
+        knows_times: whether it can say how long each operation took.
     """
+
+    knows_times: ClassVar[bool] = False
 
     def __init__(self, router: Router, *, asks: bool) -> None:
         self.router, self.asks = router, asks
@@ -43,7 +57,7 @@ class Decoder(ABC):
         Args:
             ids_B: int64.
             caches: of B different sequences.
-            probe: is told of everything but spans, which such a step has none of; of routings when it is over.
+            probe: is told of routings and times when the step is over; there are no spans.
             generator: randomness for rules that draw.
 
         Returns:
@@ -57,18 +71,20 @@ class Decoder(ABC):
         probe, B = probe or Probe(), len(caches)
         tell = type(probe) is not Probe
         probe.step("decode", [1] * B, [cache.length for cache in caches])
-        logits_BV, routings = self.run(ids_B, caches, tell, generator)
+        logits_BV, told = self.run(ids_B, caches, tell, generator)
         for cache in caches:
             cache.advance(1)
         if tell:
-            for layer, (routing, logits_BE) in enumerate(routings):
+            for layer, (routing, logits_BE) in enumerate(told.routings):
                 probe.routed(layer, routing, logits_BE)
             probe.headed(B)
+            for name, place, seconds in told.times:
+                probe.spent(name, place, seconds)
         return logits_BV
 
     @abstractmethod
     def run(
         self, ids_B: Tensor, caches: Sequence[KVCache], tell: bool, generator: torch.Generator | None
-    ) -> tuple[Tensor, Routings]:
+    ) -> tuple[Tensor, Told]:
         """A step that is over when this returns, without moving on the caches' lengths; arguments and errors are those
-        of `step`. Returns the logits and, if they are to be told, the routings."""
+        of `step`. Returns the logits and what is to be told, if anything."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minimoe.cache import KVCache
-from minimoe.decoding.base import Decoder, Routings
+from minimoe.decoding.base import Decoder, Told
 from minimoe.errors import router_error
 from minimoe.model import Olmoe, Pass
 from minimoe.operations import Attention
@@ -51,14 +51,14 @@ class GraphDecoder(Decoder):
 
     def run(
         self, ids_B: Tensor, caches: Sequence[KVCache], tell: bool, generator: torch.Generator | None
-    ) -> tuple[Tensor, Routings]:
+    ) -> tuple[Tensor, Told]:
         B = len(caches)
         if B not in self.step_of:
             self.step_of[B] = DecodeStep(self._model, self._rules, B)
         step = self.step_of[B]
         logits_BV = step.run(ids_B, caches)
         step.finish()
-        return logits_BV, step.routings() if tell else []
+        return logits_BV, Told(step.routings()) if tell else Told()
 
 
 class DecodeStep(Pass):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minimoe.cache import KVCache
-from minimoe.decoding.base import Decoder, Routings
+from minimoe.decoding.base import Decoder, Told
 from minimoe.experts.native import NativeExperts
 from minimoe.model import Batch, Olmoe
 from minimoe.native.places import ExpertPlaces, KernelRules, ModelPlaces
@@ -28,6 +28,8 @@ class NativeDecoder(Decoder):
     Args:
         model: with the native backend.
     """
+
+    knows_times = True
 
     def __init__(self, model: Olmoe, router: Router) -> None:
         rules = layer_rules(router, model.config, model.fingerprint)
@@ -47,14 +49,16 @@ class NativeDecoder(Decoder):
 
     def run(
         self, ids_B: Tensor, caches: Sequence[KVCache], tell: bool, generator: torch.Generator | None
-    ) -> tuple[Tensor, Routings]:
+    ) -> tuple[Tensor, Told]:
         batch = Batch(ids_B, [1] * len(caches), caches, "decode")
         positions_B = batch.positions_T
         steps = self._operations.sequences(batch.new, caches, self._model.rotation(positions_B)).steps
         assert steps is not None
         rules = self._rules or self._model.asking(batch, positions_B, self.router, generator)
         found = self._operations.kernels.decode(ids_B, self._places, steps, rules)
-        return found.logits_TV, list(zip(found.routings, found.router_LTE, strict=True)) if tell else []
+        if not tell:
+            return found.logits_TV, Told()
+        return found.logits_TV, Told(list(zip(found.routings, found.router_LTE, strict=True)), found.times)
 
 
 def _places(experts: object) -> ExpertPlaces:

@@ -65,6 +65,7 @@ struct StepResults {
     int64_t *k;           // [layers, T]
     void *router_logits;  // [layers, T, E]
     void *logits;         // [T, V]
+    double *seconds;      // of attention, gate, rule and experts [layers, 4], then of embedding, last norm and head
 };
 
 }  // namespace minimoe

@@ -21,6 +21,7 @@ from minimoe.prefix_rule import Count, Mass, PrefixRule
 from minimoe.routing import Routing
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+IN_LAYERS = ("attention", "gate", "rule", "experts")
 COUNTS = {count: place for place, count in enumerate(get_args(Count))}
 MASSES = {mass: place for place, mass in enumerate(get_args(Mass))}
 
@@ -244,14 +245,14 @@ ASK = CFUNCTYPE(c_int, c_int64, POINTER(Decision))
 
 
 class StepResults(Structure):
-    """Where a decode step writes: the router logits of L layers, the logits, and what rules that are not asked decide.
+    """Where a decode step writes: router logits of L layers, logits, what rules that are not asked decide, and times.
 
     Attributes:
         router_LTE, logits_TV: in the model's dtype.
         asked: what a rule that is asked has decided, layer by layer.
     """
 
-    _fields_ = [*((name, c_void_p) for name in ("experts_at", "weights_at", "k_at", "router_at", "logits_at"))]
+    _fields_ = [(f"{name}_at", c_void_p) for name in ("experts", "weights", "k", "router_logits", "logits", "seconds")]
 
     def __init__(self, places: ModelPlaces, tokens: int, K: int) -> None:
         L, T, E = places.layers, tokens, places.E
@@ -260,7 +261,8 @@ class StepResults(Structure):
         self._weights_LTK, self._k_LT = torch.empty(L, T, K), torch.empty(L, T, dtype=torch.int64)
         self.router_LTE = torch.empty(L, T, E, dtype=places.dtype)
         self.logits_TV = torch.empty(T, places.V, dtype=places.dtype)
-        written = (self._experts_LTK, self._weights_LTK, self._k_LT, self.router_LTE, self.logits_TV)
+        self._seconds = torch.empty(4 * L + 3, dtype=torch.float64)
+        written = (self._experts_LTK, self._weights_LTK, self._k_LT, self.router_LTE, self.logits_TV, self._seconds)
         super().__init__(*[tensor.data_ptr() for tensor in written])
 
     @property
@@ -268,6 +270,14 @@ class StepResults(Structure):
         """Of each layer."""
         layers = zip(self._experts_LTK, self._weights_LTK, self._k_LT, strict=True)
         return self.asked or [Routing(*layer, num_experts=self.router_LTE.shape[-1]) for layer in layers]
+
+    @property
+    def times(self) -> list[tuple[str, int | None, float]]:
+        """What each operation was, in which layer if in one, and its seconds; named as for Probe.span."""
+        *in_layers, embed, norm, head = self._seconds.tolist()
+        operations = [(name, layer) for layer in range(len(in_layers) // 4) for name in IN_LAYERS]
+        parts = [(name, layer, seconds) for (name, layer), seconds in zip(operations, in_layers, strict=True)]
+        return [("embed", None, embed), *parts, ("norm", None, norm), ("head", None, head)]
 
 
 def addresses(tensors: Sequence[Tensor]) -> Array[c_void_p]:
