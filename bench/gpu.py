@@ -180,7 +180,7 @@ class Bench:
         for rule in (TopK(), Elbow(), MaxGap(), GapRatio(), TopP(), MinP(), Threshold(), Entropy()):
             expected = rule.route(logits_TE, context)
             found = replace(expected, **{name: torch.empty_like(getattr(expected, name)) for name in ROUTING_TENSORS})
-            followed = rule.rule(context, c.num_experts)
+            followed = rule.prefix_rule(context, c.num_experts)
             assert followed is not None, rule
             route(followed, logits_TE, found, torch.zeros(1, dtype=torch.int32, device=self.size.device))
             other_T = (found.experts_TK != expected.experts_TK).any(dim=1) | (found.k_T != expected.k_T)

@@ -76,7 +76,7 @@ for dtype in DTYPES:
     for spec in RULES:
         router = parse_router(spec)
         assert isinstance(router, PrefixRouter)
-        rule = router.rule(RouterContext(0, "decode", *[torch.empty(0)] * 3, K, norm_topk_prob=False), E)
+        rule = router.prefix_rule(RouterContext(0, "decode", *[torch.empty(0)] * 3, K, norm_topk_prob=False), E)
         assert rule is not None
         into = Routing(torch.empty(8, K, dtype=torch.int64), torch.empty(8, K), torch.empty(8, dtype=torch.int64), E)
         route(rule, torch.empty(8, E, dtype=dtype), into, torch.zeros(1, dtype=torch.int32))

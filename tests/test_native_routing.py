@@ -125,7 +125,7 @@ def test_kernels_count_as_rules_do(spec: str, E: int, dtype: torch.dtype) -> Non
     assert isinstance(rule, PrefixRouter)
     rule = replace(rule, floor=0)
     where = context(len(logits_TE), top_k=min(8, E))
-    followed = rule.rule(where, E)
+    followed = rule.prefix_rule(where, E)
     assert followed is not None
     followed = replace(followed, limit=E) if followed.count != "gap_ratio" else followed  # looks up to its limit
     experts_TK, weights_TK, k_T = find_kernels().prefix(logits_TE, followed)
@@ -182,7 +182,7 @@ def test_weights_of_kernels_and_of_torch_are_the_same_bits(
     where = replace(context(300), norm_topk_prob=norm_topk_prob)
     rule = parse_router(f"elbow:renorm={renorm}")
     by_kernels = rule.route(logits_TE, where)
-    monkeypatch.setattr(PrefixRouter, "rule", lambda *given: None)
+    monkeypatch.setattr(PrefixRouter, "prefix_rule", lambda *given: None)
     by_torch = rule.route(logits_TE, where)
     assert torch.equal(by_kernels.k_T, by_torch.k_T)
     assert torch.equal(by_kernels.weights_TK, by_torch.weights_TK)

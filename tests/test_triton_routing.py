@@ -71,7 +71,7 @@ def context(T: int, E: int) -> RouterContext:
 def by_kernel(rule: Router, logits_TE: Tensor) -> tuple[Routing, bool]:
     T, E = logits_TE.shape
     assert isinstance(rule, PrefixRouter)
-    followed, broken_1 = rule.rule(context(T, E), E), torch.zeros(1, dtype=torch.int32).to(DEVICE)
+    followed, broken_1 = rule.prefix_rule(context(T, E), E), torch.zeros(1, dtype=torch.int32).to(DEVICE)
     assert followed is not None
     # What nobody has written is no routing.
     routing = Routing(

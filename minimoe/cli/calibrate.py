@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from minimoe.items import Item
 
 
+FEW_TOKENS = 1000
+
+
 def calibrate(
     rule: Annotated[
         str,
@@ -73,6 +76,9 @@ def calibrate(
     from minimoe.items import text_items
 
     items = text_items(engine, written, window)
+    tokens = sum(len(item.continuations[0]) for item in items)
+    if tokens < FEW_TOKENS:
+        tell(f"the text has only {tokens} tokens; what is fitted to so few may be far from what longer ones need.")
     if key is not None and mean_k is not None and by_key:
         document = _tune(engine, rule, key, mean_k, items, out)
         reached = f"mean k {document['mean_k']:.4f}, where {mean_k:g} was wanted, on {document['tokens']} tokens"

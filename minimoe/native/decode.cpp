@@ -76,10 +76,10 @@ int64_t decode(int set, int threads, const ModelPlaces &of, const StepPlaces &at
 
 extern "C" {
 
-// Under a rule for each layer, all of one limit, or, where they are null, one that is asked. Returns 0; or, when the router logits of a layer
-// are not finite, its number, counted from 1; or a refusal: -1 where a cache has no room for one more position and -2
-// where an id is out of range, then nothing was written; -3 where the rule that was asked failed, and -4 where it gave a
-// k or an id that is out of range. The caches are written to, but not longer.
+// Under a rule for each layer, all of one limit, or, where these are null, one that is asked. Returns 0; or the number,
+// counted from 1, of a layer whose router logits are not finite; or a refusal: -1 where a cache has no room for one more
+// position and -2 where an id is out of range, then nothing was written; -3 where the rule that was asked failed, and -4
+// where it gave a k or an id that is out of range. The caches are written to, but not longer.
 int64_t minimoe_decode(int set, int threads, const ModelPlaces *of, const StepPlaces *at, const PrefixRule *rules,
                        Ask ask, const int64_t *ids, const StepResults *into) {
     for (int64_t t = 0; t < at->T; t++) {

@@ -1,5 +1,6 @@
-// The library's plain C interface, which minimoe/native/kernels.py calls through ctypes: each kernel with the instruction
-// set to use, as its number. Shape letters as in kernels.h; what the functions do stands in interface.cpp.
+// The library's plain C interface, which minimoe/native/kernels.py calls through ctypes: each kernel with the
+// instruction set to use, as its number. Shape letters as in kernels.h; what the functions do stands in interface.cpp,
+// prefix.cpp and decode.cpp.
 #pragma once
 
 #include <cstdint>

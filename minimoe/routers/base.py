@@ -166,23 +166,23 @@ class PrefixRouter(Router):
             sorted_probs_TE: float32 softmax probabilities, each row in descending order.
         """
 
-    def counted(self, context: RouterContext, num_experts: int) -> tuple[Count, float] | None:
+    def counted_by(self, context: RouterContext, num_experts: int) -> tuple[Count, float] | None:
         """What kernels know `count` by, and its number, in the context's layer; None: it has to be asked."""
         return None
 
     def __init_subclass__(cls) -> None:
         """Whoever counts otherwise than what it is derived from has to be asked, unless it says what by."""
         super().__init_subclass__()
-        if "count" in vars(cls) and "counted" not in vars(cls):
-            cls.counted = PrefixRouter.counted  # type: ignore[method-assign]
+        if "count" in vars(cls) and "counted_by" not in vars(cls):
+            cls.counted_by = PrefixRouter.counted_by  # type: ignore[method-assign]
 
     def limit(self, context: RouterContext) -> int:
         """The most experts that this rule gives a token: the width of its Routing."""
         return context.top_k if self.cap is None else self.cap
 
-    def rule(self, context: RouterContext, num_experts: int) -> PrefixRule | None:
+    def prefix_rule(self, context: RouterContext, num_experts: int) -> PrefixRule | None:
         """What kernels follow in the context's layer, or None: `count` has to be asked."""
-        counted = self.counted(context, num_experts)
+        counted = self.counted_by(context, num_experts)
         if counted is None:
             return None
         return PrefixRule(*counted, self.floor, self.limit(context), self._mass(context), context.top_k)
@@ -200,7 +200,7 @@ class PrefixRouter(Router):
         if self.floor > limit:
             raise InputError(f"the router's floor {shown(self.floor)} is above its cap of {limit} experts a token.")
         kernels = kernels_for(logits_TE)
-        rule = self.rule(context, num_experts) if kernels else None
+        rule = self.prefix_rule(context, num_experts) if kernels else None
         if kernels and rule:
             return Routing(*kernels.prefix(logits_TE, rule), num_experts)
         sorted_probs_TE, experts_TE = rank(logits_TE)
@@ -260,7 +260,7 @@ def layer_rules(
             num_layers=config.num_layers,
             checkpoint=checkpoint,
         )
-        rule = router.rule(context, config.num_experts)
+        rule = router.prefix_rule(context, config.num_experts)
         if rule is None or not rule.fits(config.num_experts):
             return None  # what does not fit, the rule itself refuses when it is asked, with a sentence
         rules.append(rule)

@@ -47,7 +47,7 @@ class Elbow(PrefixRouter):
                 raise InputError("method kneed has its own reading of the curve; leave reading out.")
             _kneed()
 
-    def counted(self, context: RouterContext, num_experts: int) -> tuple[Count, float] | None:
+    def counted_by(self, context: RouterContext, num_experts: int) -> tuple[Count, float] | None:
         return None if self.method == "kneed" else (self.reading, 0.0)
 
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:

@@ -28,7 +28,7 @@ class Entropy(PrefixRouter):
         super().__post_init__()
         check_positive("scale", self.scale)
 
-    def counted(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
+    def counted_by(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
         return "entropy", self.scale
 
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:

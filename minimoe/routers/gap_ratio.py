@@ -23,7 +23,7 @@ class GapRatio(PrefixRouter):
     2013), on experts.
     """
 
-    def counted(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
+    def counted_by(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
         return "gap_ratio", 0.0
 
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:

@@ -51,7 +51,7 @@ class LayerK(PrefixRouter):
     def limit(self, context: RouterContext) -> int:
         return max(self._k) if self.cap is None else self.cap
 
-    def counted(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
+    def counted_by(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
         return "number", self._number(context)
 
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:

@@ -19,7 +19,7 @@ class MaxGap(PrefixRouter):
     model of one expert. Source: the largest-gap cut of a sorted list, common in clustering (the eigengap).
     """
 
-    def counted(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
+    def counted_by(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
         return "max_gap", 0.0
 
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:

@@ -26,7 +26,7 @@ class MinP(PrefixRouter):
         super().__post_init__()
         check_fraction("p", self.p)
 
-    def counted(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
+    def counted_by(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
         return "min_p", self.p
 
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:

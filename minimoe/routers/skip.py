@@ -44,7 +44,7 @@ class Skip(PrefixRouter):
                 check_fraction(f"beta in {self.file}", value)
             object.__setattr__(self, "_fitted", fitted)
 
-    def counted(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
+    def counted_by(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
         return "min_p", self._bound(context)
 
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:

@@ -27,7 +27,7 @@ class Threshold(PrefixRouter):
         if self.p is not None:
             check_fraction("p", self.p)
 
-    def counted(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
+    def counted_by(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
         return "threshold", self._bound(num_experts)
 
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:

@@ -32,7 +32,7 @@ class TopK(PrefixRouter):
         given = [limit for limit in (self.k, self.cap) if limit is not None]
         return min(given, default=context.top_k)
 
-    def counted(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
+    def counted_by(self, context: RouterContext, num_experts: int) -> tuple[Count, float]:
         return "number", self.limit(context)
 
     def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
