@@ -163,3 +163,14 @@ def test_the_verb_writes_a_file_that_generate_takes(
     assert run("generate", "a fox", "-n", 2, "--router", f"skip:file={out}", *common) == 0
     assert run("calibrate", "skip", "--text", tmp_path / "absent", "--out", out, *common) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "told"), [(3, True), (900, False)])
+def test_a_short_text_is_told_of(
+    words: int, told: bool, capsys: pytest.CaptureFixture[str], checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "fit.json"
+    text.write_text("who " * words)
+    command = ["calibrate", "skip", "--text", text, "--out", out, "--window", 100, "-m", checkpoint()]
+    assert main([str(word) for word in command]) == 0
+    assert ("what is fitted to so few" in capsys.readouterr().err) == told
