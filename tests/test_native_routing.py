@@ -5,11 +5,8 @@ Shape letters: T tokens, E experts, K slots.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import minimoe
-from minimoe.config import ModelConfig
-from minimoe.errors import InputError
 from minimoe.native import Kernels, find_kernels
 from minimoe.prefix_rule import PrefixRule
 from minimoe.routers import Elbow, LayerK, PrefixRouter, RouterContext, Threshold, TopK
-from minimoe.routers.base import layer_rules
 from minimoe.routers.spec import parse_router
 from minimoe.routing import Routing
 from tests.curves import context
@@ -205,38 +198,6 @@ def test_a_prefix_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
         find_kernels().prefix(torch.zeros(1, 4), replace(rule, **wrong))
     with pytest.raises(ValueError, match="0 experts cannot be routed by"):
         find_kernels().prefix(torch.zeros(1, 0), replace(rule, limit=0))
-
-
-@pytest.fixture
-def config(checkpoint: Callable[..., Path]) -> ModelConfig:
-    """Of three layers of 64 experts, of which a token uses 8."""
-    return minimoe.load(checkpoint("top8_of_64")).config
-
-
-@pytest.mark.parametrize(
-    "spec", ["random", "mixed_k", "mask:forbid=1", "union", "elbow:method=kneed", "top_k:k=65", "a user's own"]
-)
-def test_rules_that_have_to_be_asked_are_told_apart(spec: str, config: ModelConfig) -> None:
-    class Own(Elbow):
-        """May look at tokens anywhere."""
-
-    if "kneed" in spec:
-        pytest.importorskip("kneed")
-    rule = Own() if spec == "a user's own" else parse_router(spec)
-    assert layer_rules(rule, config) is None
-
-
-def test_every_layer_has_its_own_rule(config: ModelConfig, tmp_path: Path) -> None:
-    L = config.num_layers
-    rules = layer_rules(parse_router("layer_k:k=" + "/".join(str(1 + layer) for layer in range(L))), config)
-    assert rules == [PrefixRule("number", 1 + layer, 1, L, "none", 8) for layer in range(L)]
-    file = tmp_path / "skip.json"
-    betas = [layer / L for layer in range(L)]
-    file.write_text(json.dumps({"rule": "skip", "checkpoint": "this", "values": betas}))
-    rules = layer_rules(parse_router(f"skip:file={file}"), config, lambda: "this")
-    assert rules == [PrefixRule("min_p", beta, 1, 8, "none", 8) for beta in betas]
-    with pytest.raises(InputError, match="made for another checkpoint"):
-        layer_rules(parse_router(f"skip:file={file}"), config, lambda: "that")
 
 
 @pytest.mark.parametrize("rule", [TopK, Elbow, Threshold, LayerK])
