@@ -47,7 +47,7 @@ class BenchEngine(ABC):
     @classmethod
     def files(cls, folder: Path) -> list[Path]:
         """What it reads, written first if need be; raises as loading does."""
-        return sorted(path for path in folder.iterdir() if path.is_file())
+        return sorted(path for path in folder.glob("*") if path.is_file())  # none where there is no folder
 
     @abstractmethod
     def begin(self, variant: str, sequences: int, capacity: int) -> None:

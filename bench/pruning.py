@@ -98,10 +98,10 @@ def main() -> None:
     try:
         if arguments.model is None:
             write(folder, Recipe())
+        read_through(MiniMoe.files(folder), anew=True)
         engine = load(folder, router="elbow", backend=arguments.backend, threads=arguments.threads)
     except InputError as error:
         parser.error(str(error))
-    read_through(MiniMoe.files(folder), anew=True)
     blocks, savings = measure(engine, arguments.rounds)
     result: dict[str, Any] = {
         "machine": about,

@@ -152,10 +152,10 @@ def main() -> None:
     try:
         if arguments.model is None:
             write(folder, Recipe(changes={"num_hidden_layers": arguments.layers}))
+        read_through(MiniMoe.files(folder), anew=True)
         engine = load(folder, threads=arguments.threads)
     except InputError as error:
         parser.error(str(error))
-    read_through(MiniMoe.files(folder), anew=True)
     measured = measure(engine, arguments.rounds, arguments.context)
     rows = [
         ["whole step, ms", measured["step_seconds"].text(1e3), ""],

@@ -86,7 +86,7 @@ class Engine:
         return self._decoder
 
     def decoder_for(self, router: Router) -> Decoder | None:
-        """Decode steps without Python between their layers, or None. See minimoe.decoding."""
+        """Decode steps in one go, or None. See minimoe.decoding."""
         return find_decoder(self.model, router, self.backend)
 
     def uncaptured(self, router: Router) -> tuple[str, ...]:

@@ -17,6 +17,11 @@ def router_error(layer: int) -> NumericalError:
     return NumericalError(f"layer {layer}: the router logits are not finite; the weights or the inputs are broken.")
 
 
+def described(error: BaseException) -> str:
+    """What somebody else's code raised, for the end of a sentence: its type and, if it says something, that."""
+    return f"{type(error).__name__}: {error}".removesuffix(".").removesuffix(": ")
+
+
 def shown(value: object, longest: int = 60) -> str:
     """A value as it stands in a sentence: its repr, cut where it is long; never an error of its own."""
     try:

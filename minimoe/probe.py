@@ -24,7 +24,8 @@ class Probe:
 
     @property
     def takes_times(self) -> bool:
-        """Whether it overrides `spent`: decode steps that do not know their times are not used then."""
+        """Whether it overrides `spent`, beside `span`: decode steps in one go are used then, if they know their
+        times."""
         return type(self).spent is not Probe.spent
 
     def step(self, phase: Phase, new: Sequence[int], past: Sequence[int]) -> None:
@@ -35,7 +36,7 @@ class Probe:
         return _NOTHING
 
     def spent(self, name: str, layer: int | None, seconds: float) -> None:
-        """An operation that nobody could wrap is over: names are those of `span`."""
+        """An operation of a decode step in one go is over: names are those of `span`, which tells of all others."""
 
     def routed(self, layer: int, routing: Routing, logits_TE: Tensor) -> None:
         """A layer's rule has decided, on these router logits (in the model's dtype)."""

@@ -37,7 +37,7 @@ def test_steps_that_ask_python_are_told_of_where_others_do_not(
     backend = () if "--backends" in words else ("--backends", "native")
     run = cli("bench", "-m", folder, "-p", 2, "-r", 1, *words, *backend, "--json")
     assert run.document["rows"]
-    assert ("what union decides is asked of Python" in run.err) == told
+    assert ("Python is asked about union" in run.err) == told
 
 
 def test_bench_json(cli: Cli, folder: Path) -> None:

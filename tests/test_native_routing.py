@@ -213,3 +213,40 @@ def test_a_rule_that_counts_for_itself_is_asked(rule: type[PrefixRouter]) -> Non
     asked = One(**keys).route(logits_TE, context(50))
     assert asked.k_T.tolist() == [1] * 50
     assert rule(**keys).route(logits_TE, context(50)).k_T.max() > 1
+
+
+class OneExpert:
+    """Counts, and is no rule."""
+
+    def count(self, sorted_probs_TE: Tensor, context: RouterContext) -> Tensor:
+        return torch.ones(len(sorted_probs_TE), dtype=torch.int64)
+
+
+class Mixed(OneExpert, TopK):
+    """Counts as what it is mixed with."""
+
+
+class Given(TopK):
+    """Is given its count after it was made."""
+
+
+Given.count = OneExpert.count  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("rule", [Mixed, Given])
+def test_the_nearest_count_decides_wherever_it_comes_from(rule: type[PrefixRouter]) -> None:
+    assert rule().route(torch.randn(50, 16), context(50)).k_T.tolist() == [1] * 50
+
+
+def test_numbers_of_any_size_are_cut_at_the_cap() -> None:
+    logits_TE = torch.randn(3, 16)
+    for k in (9, 3_000_000_000, 2**63 - 1, 2**63, 10**18):
+        rule = parse_router(f"layer_k:k={k},cap=8")
+        assert isinstance(rule, PrefixRouter)
+        assert rule.route(logits_TE, context(3)).k_T.tolist() == [8] * 3
+        assert rule.count(logits_TE.softmax(dim=1), context(3)).tolist() == [8] * 3
+    rule = PrefixRule("number", 1e30, 0, 5, "none", 8)
+    assert find_kernels().prefix(logits_TE, rule)[2].tolist() == [5] * 3
+    for wrong in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="cannot be routed"):
+            find_kernels().prefix(logits_TE, replace(rule, number=wrong))

@@ -132,12 +132,12 @@ def _asked(arms: Sequence[Arm]) -> Iterator[str]:
     """A note for each backend whose decode steps ask some of the rules in Python, and follow others themselves."""
     for backend in dict.fromkeys(arm.backend for arm in arms):
         here = [arm for arm in arms if arm.backend == backend]
-        followed = ", ".join(arm.router for arm in here if arm.decoder and not arm.decoder.asks)
-        asked = ", ".join(arm.router for arm in here if not arm.decoder or arm.decoder.asks)
+        followed = " and ".join(arm.router for arm in here if arm.decoder and not arm.decoder.asks)
+        asked = " and ".join(arm.router for arm in here if not arm.decoder or arm.decoder.asks)
         if followed and asked:
             yield (
-                f"tg, {backend}: what {asked} decides is asked of Python in every layer. Not so with {followed}, which "
-                "alone makes a step faster."
+                f"tg, {backend}: in every layer Python is asked about {asked}, and not about {followed}, whose steps "
+                "are faster for that alone."
             )
 
 

@@ -76,7 +76,7 @@ def calibrate(
     from minimoe.items import text_items
 
     items = text_items(engine, written, window)
-    tokens = sum(len(item.continuations[0]) for item in items)
+    tokens = sum(len(item.contexts[0]) + len(item.continuations[0]) for item in items)
     if tokens < FEW_TOKENS:
         tell(f"the text has only {tokens} tokens; what is fitted to so few may be far from what longer ones need.")
     if key is not None and mean_k is not None and by_key:

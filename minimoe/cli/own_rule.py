@@ -8,9 +8,10 @@ import sys
 import traceback
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from minimoe.errors import InputError
+from minimoe.errors import InputError, described
 from minimoe.probe import Phase
 from minimoe.routers import Router, RouterContext
 from minimoe.routers.base import check_routing
@@ -41,8 +42,8 @@ class OwnRule(Router):
     Args:
         rule: any object with a `route` method.
         spec: what the user called it.
-        every_pass: test each Routing against what it promises. That takes a little time; without it, only the first
-            of each layer and phase is tested.
+        every_pass: test each Routing against all that it promises. That takes a little time; without it, of what comes
+            after the first of each layer and phase only types and shapes are.
     """
 
     def __init__(self, rule: Any, spec: str, *, every_pass: bool) -> None:
@@ -61,12 +62,11 @@ class OwnRule(Router):
         try:
             with contextlib.redirect_stdout(sys.stderr):  # stdout is for the text, or for the one JSON document
                 routing = self.rule.route(logits_TE.clone(), context)  # which it may write to
-        except InputError:
+        except (InputError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as error:  # a script may well call sys.exit
-            what = f"{type(error).__name__}: {error}".removesuffix(".")
-            raise InputError(f"router {self.spec} failed{self._line(error)}: {what}.") from error
-        if self._every_pass or (context.layer, context.phase) not in self._tested:
+        except BaseException as error:  # a script may well call sys.exit
+            raise InputError(f"router {self.spec} failed{self._line(error)}: {described(error)}.") from error
+        if self._every_pass or (context.layer, context.phase) not in self._tested or not _alike(routing, logits_TE):
             check_routing(routing, logits_TE, f"router {self.spec}")
             self._tested.add((context.layer, context.phase))
         return routing
@@ -76,3 +76,15 @@ class OwnRule(Router):
         path = inspect.getsourcefile(type(self.rule))
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         return f" in line {lines[-1]} of {path}" if lines else ""
+
+
+def _alike(routing: object, logits_TE: Tensor) -> bool:
+    """Whether something has the types and shapes of a Routing for these logits; far cheaper than to test it."""
+    if not isinstance(routing, Routing):
+        return False
+    parts = (routing.experts_TK, routing.weights_TK, routing.k_T)
+    if not all(isinstance(part, Tensor) for part in parts) or parts[0].dim() != 2:
+        return False
+    shapes = (parts[0].shape, parts[1].shape, parts[2].shape) == (parts[0].shape, parts[0].shape, logits_TE.shape[:1])
+    dtypes = tuple(part.dtype for part in parts) == (torch.int64, torch.float32, torch.int64)
+    return shapes and dtypes and parts[0].shape[:1] == logits_TE.shape[:1]

@@ -1,4 +1,4 @@
-"""Decode steps without Python between their layers, where backend and rule allow it."""
+"""Decode steps in one go, where backend and rule allow it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from minimoe.routers import Router
 
 
 def find_decoder(model: Olmoe, router: Router, backend: str) -> Decoder | None:
-    """The decode steps of a model that was loaded with this backend; None where each layer is run from Python.
+    """The decode steps of a model that was loaded with this backend; None where a step is a pass as any other.
 
-    That is with bucketed and reference, and with all but some rules with triton (see minimoe.triton.routing).
+    That is with bucketed and reference; with triton also under rules that have to be asked (routers.base.layer_rules).
     """
     name = backend.partition(":")[0]
     if name == "native":

@@ -1,4 +1,4 @@
-"""Decode steps in one go: one token of each of B sequences, from ids to logits, with no Python between the layers.
+"""Decode steps in one go: one token of each of B sequences, from ids to logits, with nothing but a rule in between.
 
 Shape letters: B sequences, E experts, V vocabulary.
 """

@@ -1,6 +1,6 @@
 """Decode steps in one call of the native kernels: Python between the products of each layer costs some 6 % of a step.
 
-They follow rules that keep a prefix of the ranking themselves, and call back to ask every other one.
+They follow rules that keep a prefix of the ranking themselves. Every other one is asked between calls, one a layer.
 
 Shape letters: B sequences.
 """

@@ -56,12 +56,10 @@ struct Decision {
     const int64_t *k;        // [T]
 };
 
-// Asks a rule that is not written here about a layer, whose router logits are there by then. Nonzero: it failed.
-using Ask = int (*)(int64_t layer, Decision *into);
-
-// What a decode step of T sequences leaves behind.
+// What a decode step of T sequences leaves behind, or keeps until it goes on.
 struct StepResults {
-    int64_t *experts;     // [layers, T, K]; this and the next two are not written where a rule is asked
+    void *hidden;         // [3, T, D]
+    int64_t *experts;     // [layers, T, K]; this and the next two are not written where somebody else decides
     float *weights;       // [layers, T, K]
     int64_t *k;           // [layers, T]
     void *router_logits;  // [layers, T, E]
@@ -95,6 +93,6 @@ void minimoe_attend(int set, int dtype, int threads, int64_t N, int64_t S, int64
 int minimoe_attention(int set, int threads, const minimoe::AttentionPlaces *of, const minimoe::StepPlaces *at,
                       const void *x, void *y);
 int64_t minimoe_decode(int set, int threads, const minimoe::ModelPlaces *of, const minimoe::StepPlaces *at,
-                       const minimoe::PrefixRule *rules, minimoe::Ask ask, const int64_t *ids,
-                       const minimoe::StepResults *into);
+                       const minimoe::PrefixRule *rules, const int64_t *ids, const minimoe::StepResults *into,
+                       int64_t layer, const minimoe::Decision *decided);
 }

@@ -7,17 +7,16 @@ sequence, S all its positions, H heads, G kv heads, d head size.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from ctypes import byref
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from minimoe.errors import router_error
+from minimoe.errors import InputError, router_error
 from minimoe.native.places import (
-    ASK,
     DTYPES,
     AttentionPlaces,
     Decision,
@@ -35,7 +34,7 @@ from minimoe.native.places import (
 from minimoe.prefix_rule import PrefixRule
 from minimoe.routing import Routing
 
-BROKEN_ROUTING = "a routing holds k between 0 and its slots, and live ids between 0 and E - 1"
+BROKEN_ROUTING = "the rule's Routing is broken: it holds k between 0 and its slots, and live ids between 0 and E - 1."
 Ask = Callable[[int, Tensor], Routing]
 
 
@@ -136,8 +135,8 @@ class Kernels:
     def decode(self, ids_T: Tensor, places: ModelPlaces, steps: StepPlaces, rules: KernelRules | Ask) -> StepResults:
         """A whole decode step of T sequences, one new token of each, from ids to logits.
 
-        The same bits as `attention`, `gate`, `prefix` and `experts` layer by layer, without Python between them but for
-        a rule that is asked.
+        The same bits as `attention`, `gate`, `prefix` and `experts` layer by layer, in one call of the library, or one
+        a layer where a rule is asked in between.
 
         Args:
             ids_T: int64.
@@ -145,8 +144,8 @@ class Kernels:
                 dtype, it gives their routing.
 
         Raises:
-            ValueError: tokens, model, caches and rule that do not fit together, an id that the model does not have, or
-                a routing that is broken.
+            ValueError: tokens, model, caches and rule that do not fit together, an id that the model does not have.
+            InputError: a routing with an expert or a k that is out of range.
             IndexError: a cache without room.
             NumericalError: router logits that are not finite; names the layer. Caches may then hold something after
                 their ends, as with whatever else the rule raises.
@@ -159,41 +158,36 @@ class Kernels:
         if not alike or (told and (len(told.table), told.num_experts) != (places.layers, places.E)):
             raise ValueError("model, caches and rules do not fit together")
         ids_T, results = ids_T.contiguous(), StepResults(places, T, told.limit if told else 0)
-        failures: list[BaseException] = []
-        decisions: list[Decision] = []  # whose memory the kernels read
 
-        def answer(layer: int, into: Any) -> int:
-            try:
-                assert not isinstance(rules, KernelRules)
-                routing = rules(layer, results.router_LTE[layer])
-                decisions.append(Decision(routing, T))
-            except BaseException as error:  # none can pass through the kernels; it is raised when they are back
-                failures.append(error)
-                return 1
-            results.asked.append(routing)
-            into[0] = decisions[-1]
-            return 0
+        def run(layer: int, decided: Decision | None) -> None:
+            refused = self.interface.minimoe_decode(
+                self.index,
+                torch.get_num_threads(),
+                byref(places),
+                byref(steps),
+                told.table if told else None,
+                ids_T.data_ptr(),
+                byref(results),
+                layer,
+                byref(decided) if decided else None,
+            )
+            if refused == -1:
+                raise IndexError("a cache has no room for one more position")
+            if refused == -2:
+                raise ValueError(f"a token id is not one of the {places.V} of this model")
+            if refused == -3:
+                raise InputError(BROKEN_ROUTING)
+            if refused:
+                raise router_error(refused - 1)
 
-        refused = self.interface.minimoe_decode(
-            self.index,
-            torch.get_num_threads(),
-            byref(places),
-            byref(steps),
-            told.table if told else None,
-            ASK() if told else ASK(answer),
-            ids_T.data_ptr(),
-            byref(results),
-        )
-        if failures:
-            raise failures.pop()  # pop: what an error remembers of this call must not remember the error
-        if refused == -1:
-            raise IndexError("a cache has no room for one more position")
-        if refused == -2:
-            raise ValueError(f"a token id is not one of the {places.V} of this model")
-        if refused == -4:
-            raise ValueError(BROKEN_ROUTING)
-        if refused:
-            raise router_error(refused - 1)
+        run(0, None)
+        if not isinstance(rules, KernelRules):
+            for layer in range(places.layers):
+                start = time.perf_counter()
+                results.asked.append(rules(layer, results.router_LTE[layer]))
+                decided = Decision(results.asked[-1], T)
+                results.seconds[4 * layer + 2] = time.perf_counter() - start
+                run(layer, decided)
         return results
 
     def prefix(self, logits_TE: Tensor, rule: PrefixRule) -> tuple[Tensor, Tensor, Tensor]:
@@ -334,7 +328,8 @@ class Kernels:
         """The weighted sum of each token's live experts, and the multiply-adds done with expert weights.
 
         Raises:
-            ValueError: tokens and experts that do not fit together, an expert or a k that is out of range.
+            ValueError: tokens and experts that do not fit together.
+            InputError: a routing with an expert or a k that is out of range.
         """
         x_TD = _fitting(x_TD, places)
         T, decided, y_TD = len(x_TD), Decision(routing, len(x_TD)), torch.empty_like(x_TD)
@@ -351,7 +346,7 @@ class Kernels:
             y_TD.data_ptr(),
         )
         if done < 0:
-            raise ValueError(BROKEN_ROUTING)
+            raise InputError(BROKEN_ROUTING)
         return y_TD, done
 
 

@@ -10,8 +10,9 @@ C room of a cache; V vocabulary, K slots of a routing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from ctypes import CFUNCTYPE, POINTER, Array, Structure, addressof, c_double, c_float, c_int, c_int64, c_void_p
+from ctypes import Array, Structure, addressof, c_double, c_float, c_int64, c_void_p
 from typing import get_args
 
 import torch
@@ -198,7 +199,8 @@ class KernelRule(Structure):
     ]
 
     def __init__(self, rule: PrefixRule, num_experts: int) -> None:
-        if not num_experts or not rule.fits(num_experts) or rule.count not in COUNTS or rule.mass not in MASSES:
+        known = rule.count in COUNTS and rule.mass in MASSES and math.isfinite(rule.number)
+        if not num_experts or not known or not rule.fits(num_experts):
             raise ValueError(f"{num_experts} experts cannot be routed by {rule}")
         count, mass = COUNTS[rule.count], MASSES[rule.mass]
         super().__init__(count, rule.number, rule.floor, rule.limit, mass, rule.top_k)
@@ -240,19 +242,19 @@ class Decision(Structure):
         super().__init__(K, *[part.data_ptr() for part in self.pointed_to])
 
 
-# How the kernels ask a rule about a layer, and where it puts its decision; what it returns says whether it failed.
-ASK = CFUNCTYPE(c_int, c_int64, POINTER(Decision))
-
-
 class StepResults(Structure):
     """Where a decode step writes: router logits of L layers, logits, what rules that are not asked decide, and times.
 
     Attributes:
         router_LTE, logits_TV: in the model's dtype.
         asked: what a rule that is asked has decided, layer by layer.
+        seconds: float64, of attention, gate, rule and experts of each layer, then of embedding, last norm and head.
     """
 
-    _fields_ = [(f"{name}_at", c_void_p) for name in ("experts", "weights", "k", "router_logits", "logits", "seconds")]
+    _fields_ = [
+        *((f"{name}_at", c_void_p) for name in ("hidden", "experts", "weights", "k")),
+        *((f"{name}_at", c_void_p) for name in ("router_logits", "logits", "seconds")),
+    ]
 
     def __init__(self, places: ModelPlaces, tokens: int, K: int) -> None:
         L, T, E = places.layers, tokens, places.E
@@ -261,8 +263,10 @@ class StepResults(Structure):
         self._weights_LTK, self._k_LT = torch.empty(L, T, K), torch.empty(L, T, dtype=torch.int64)
         self.router_LTE = torch.empty(L, T, E, dtype=places.dtype)
         self.logits_TV = torch.empty(T, places.V, dtype=places.dtype)
-        self._seconds = torch.empty(4 * L + 3, dtype=torch.float64)
-        written = (self._experts_LTK, self._weights_LTK, self._k_LT, self.router_LTE, self.logits_TV, self._seconds)
+        self.seconds = torch.empty(4 * L + 3, dtype=torch.float64)
+        self._hidden_3TD = torch.empty(3, T, places.D, dtype=places.dtype)
+        routings = (self._experts_LTK, self._weights_LTK, self._k_LT)
+        written = (self._hidden_3TD, *routings, self.router_LTE, self.logits_TV, self.seconds)
         super().__init__(*[tensor.data_ptr() for tensor in written])
 
     @property
@@ -274,7 +278,7 @@ class StepResults(Structure):
     @property
     def times(self) -> list[tuple[str, int | None, float]]:
         """What each operation was, in which layer if in one, and its seconds; named as for Probe.span."""
-        *in_layers, embed, norm, head = self._seconds.tolist()
+        *in_layers, embed, norm, head = self.seconds.tolist()
         operations = [(name, layer) for layer in range(len(in_layers) // 4) for name in IN_LAYERS]
         parts = [(name, layer, seconds) for (name, layer), seconds in zip(operations, in_layers, strict=True)]
         return [("embed", None, embed), *parts, ("norm", None, norm), ("head", None, head)]

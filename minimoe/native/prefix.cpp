@@ -34,7 +34,7 @@ int64_t at_least(const float *p, int64_t E, float least) {
 int64_t counted(const PrefixRule &rule, const float *p, int64_t E) {
     const double first = p[0], last = p[E - 1];
     switch (rule.count) {
-        case NUMBER: return int64_t(rule.number);
+        case NUMBER: return int64_t(std::min(rule.number, double(rule.limit)));
         case PROGRAM:
         case PRINTED: {
             const double height = first - last + EPSILON, steps = std::max<int64_t>(E - 1, 1);

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minimoe.errors import InputError
 from minimoe.native.kernels import Kernels
-from minimoe.native.places import ASK, DTYPES
+from minimoe.native.places import DTYPES
 
 NOT_BUILT = "the native kernels were not built on this machine; reinstall minimoe where a C++ compiler is found"
 _INT, _INT64, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -50,7 +50,7 @@ def instruction_sets() -> tuple[Kernels, ...]:
     library.minimoe_attend.restype = None
     library.minimoe_experts.argtypes = [*[_INT] * 2, _POINTER, *[_INT64] * 2, *[_POINTER] * 5]
     library.minimoe_experts.restype = _INT64
-    library.minimoe_decode.argtypes = [*[_INT] * 2, *[_POINTER] * 3, ASK, *[_POINTER] * 2]
+    library.minimoe_decode.argtypes = [*[_INT] * 2, *[_POINTER] * 5, _INT64, _POINTER]
     library.minimoe_decode.restype = _INT64
     return tuple(
         Kernels(library.minimoe_set_name(index).decode(), index, library)

@@ -167,14 +167,11 @@ class PrefixRouter(Router):
         """
 
     def counted_by(self, context: RouterContext, num_experts: int) -> tuple[Count, float] | None:
-        """What kernels know `count` by, and its number, in the context's layer; None: it has to be asked."""
-        return None
+        """What kernels know `count` by, and its number, in the context's layer; None: it has to be asked.
 
-    def __init_subclass__(cls) -> None:
-        """Whoever counts otherwise than what it is derived from has to be asked, unless it says what by."""
-        super().__init_subclass__()
-        if "count" in vars(cls) and "counted_by" not in vars(cls):
-            cls.counted_by = PrefixRouter.counted_by  # type: ignore[method-assign]
+        It speaks for the `count` of the class that it stands in, and for no other.
+        """
+        return None
 
     def limit(self, context: RouterContext) -> int:
         """The most experts that this rule gives a token: the width of its Routing."""
@@ -182,7 +179,7 @@ class PrefixRouter(Router):
 
     def prefix_rule(self, context: RouterContext, num_experts: int) -> PrefixRule | None:
         """What kernels follow in the context's layer, or None: `count` has to be asked."""
-        counted = self.counted_by(context, num_experts)
+        counted = self.counted_by(context, num_experts) if _same_class(type(self), "count", "counted_by") else None
         if counted is None:
             return None
         return PrefixRule(*counted, self.floor, self.limit(context), self._mass(context), context.top_k)
@@ -230,6 +227,11 @@ class PrefixRouter(Router):
 
     def _mass(self, context: RouterContext) -> Mass:
         return ("kept" if context.norm_topk_prob else "none") if self.renorm == "model" else self.renorm
+
+
+def _same_class(cls: type, *methods: str) -> bool:
+    """Whether methods of a class all stand in the same one of those that it is derived from."""
+    return len({next(base for base in cls.__mro__ if method in vars(base)) for method in methods}) == 1
 
 
 def layer_rules(

@@ -59,11 +59,12 @@ class LayerK(PrefixRouter):
         return torch.full((T,), self._number(context), dtype=torch.int64, device=sorted_probs_TE.device)
 
     def _number(self, context: RouterContext) -> int:
-        """k of the context's layer, not yet capped."""
+        """k of the context's layer."""
+        limit = self.limit(context)
         if self._fitted is not None:
-            return int(self._fitted.value(context.layer, context.num_layers, context.checkpoint))
+            return min(int(self._fitted.value(context.layer, context.num_layers, context.checkpoint)), limit)
         layers = context.num_layers
         if context.layer >= len(self._k) > 1 or (layers is not None and len(self._k) not in (1, layers)):
             of = "more" if layers is None else str(layers)
             raise InputError(f"k has numbers for {len(self._k)} layers, but the model has {of}.")
-        return self._k[min(context.layer, len(self._k) - 1)]
+        return min(self._k[min(context.layer, len(self._k) - 1)], limit)

@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from minimoe.errors import InputError, shown
+from minimoe.errors import InputError, described, shown
 from minimoe.routers import ROUTERS, Router
 
 
@@ -87,7 +87,9 @@ def _module_spec(name: str) -> ModuleSpec | None:
     try:
         with contextlib.redirect_stdout(sys.stderr):  # whatever the package prints then
             return importlib.util.find_spec(name)
-    except (Exception, SystemExit):  # whatever the user's own code raises: importing the rule tells it
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # whatever the user's own code raises: importing the rule tells it
         return None
 
 
@@ -129,8 +131,10 @@ def _build(name: str, rule: Callable[..., Router], text: str) -> Router:
         is_rule = callable(getattr(router, "route", None))
     except InputError as error:
         raise InputError(f"router {name}: {error}") from None
-    except (Exception, SystemExit) as error:  # whatever the user's own code raises is the user's to read
-        raise InputError(f"router {name} could not be built: {type(error).__name__}: {error}.") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever the user's own code raises is the user's to read
+        raise InputError(f"router {name} could not be built: {described(error)}.") from error
     if not is_rule:
         raise InputError(f"router {name} is not a rule: it has no route method.")
     return router
@@ -207,5 +211,7 @@ def _load_module(name: str) -> types.ModuleType:
 def _import(place: str, action: Callable[[], types.ModuleType]) -> types.ModuleType:
     try:
         return action()
-    except (Exception, SystemExit) as error:  # whatever the user's own code raises is the user's to read
-        raise InputError(f"{place} could not be imported: {type(error).__name__}: {error}.") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever the user's own code raises is the user's to read
+        raise InputError(f"{place} could not be imported: {described(error)}.") from error
