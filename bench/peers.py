@@ -72,10 +72,9 @@ def ratios(speeds: Mapping[str, Spread]) -> dict[str, dict[str, float]]:
 def findings(speeds: Speeds, paces: Speeds, config: ModelConfig) -> list[Finding]:
     """How many times as fast this engine is as every peer in each work.
 
-    Of decoding one sequence also by what each had to read from: it hangs on memory, which is faster at one time than at
-    another.
-
-    Bars are those of the first variant, the fastest, and of the two models that have any.
+    With the whole model's shape also how many times as fast it decodes one sequence for what could be read at the time:
+    memory is faster at one time than at another. Bars are those of the first variant, the fastest, and of the two
+    models that have any.
     """
     whole = config.hidden_size == OLMOE_1B_7B["hidden_size"]
     bars: Mapping[tuple[str, str], float] = BARS if whole else EMBEDDED_BARS
@@ -84,7 +83,8 @@ def findings(speeds: Speeds, paces: Speeds, config: ModelConfig) -> list[Finding
         for place, (name, by_peer) in enumerate(ratios(spreads).items()):
             for peer, ratio in by_peer.items():
                 found.append(Finding(work, name, peer, ratio, bars.get((work, peer)) if place == 0 else None))
-    for name, by_peer in list(ratios(paces["decode 1"]).items())[:1] if whole and "decode 1" in paces else []:
+    if whole and "decode 1" in paces:
+        name, by_peer = next(iter(ratios(paces["decode 1"]).items()))
         found += [Finding("decode 1", name, f"{peer}, per readable byte", ratio) for peer, ratio in by_peer.items()]
     return found
 

@@ -26,7 +26,8 @@ from minimoe.errors import router_error
 from minimoe.experts import Backend, ExpertWeights
 from minimoe.operations import Attention, Gate
 from minimoe.probe import Phase, Probe
-from minimoe.routers import Router, RouterContext, decide
+from minimoe.routers import Router, decide
+from minimoe.routers.base import layer_contexts
 from minimoe.routing import Routing
 
 
@@ -160,21 +161,15 @@ class Olmoe:
         """
         sequence_T = torch.tensor([b for b, n in enumerate(batch.new) for _ in range(n)], device=self.device)
         # All before the first layer: between products that stream weights the same lines cost ten times as much.
-        contexts = [
-            RouterContext(
-                layer=layer,
-                phase=batch.phase,
-                ids_T=batch.ids_T,
-                positions_T=positions_T,
-                sequence_T=sequence_T,
-                top_k=self.config.top_k,
-                norm_topk_prob=self.config.norm_topk_prob,
-                generator=generator,
-                num_layers=self.config.num_layers,
-                checkpoint=self.fingerprint,
-            )
-            for layer in range(self.config.num_layers)
-        ]
+        contexts = layer_contexts(
+            self.config,
+            batch.phase,
+            batch.ids_T,
+            positions_T,
+            sequence_T,
+            generator=generator,
+            checkpoint=self.fingerprint,
+        )
         return lambda layer, logits_TE: decide(router, logits_TE, contexts[layer])
 
     def fingerprint(self) -> str:

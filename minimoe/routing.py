@@ -129,11 +129,11 @@ class Routing:
             num_experts=num_experts,
         )
 
-    def check(self) -> None:
-        """Test every promise above; for rules under development and for replayed routings.
+    def check_parts(self) -> None:
+        """Test types and shapes, which costs next to nothing.
 
         Raises:
-            ValueError: says which promise is broken.
+            ValueError: says what is wrong.
         """
         if not all(isinstance(part, Tensor) for part in (self.experts_TK, self.weights_TK, self.k_T)):
             raise ValueError("a Routing holds three tensors: experts, weights and k")
@@ -147,6 +147,15 @@ class Routing:
             )
         if (self.experts_TK.dtype, self.weights_TK.dtype, self.k_T.dtype) != (torch.int64, torch.float32, torch.int64):
             raise ValueError("a Routing holds int64 experts, float32 weights and int64 k")
+
+    def check(self) -> None:
+        """Test every promise above; for rules under development and for replayed routings.
+
+        Raises:
+            ValueError: says which promise is broken.
+        """
+        self.check_parts()
+        T, K = self.experts_TK.shape
         if T == 0:
             return
         if int(self.k_T.min()) < 0 or int(self.k_T.max()) > K:

@@ -11,6 +11,7 @@ from command_line import Cli, assert_one_sentence
 
 import minimoe
 from minimoe.routing import Routing
+from tests.native_sets import needs_kernels
 
 # A user's own rules.
 
@@ -28,6 +29,14 @@ OWN_RULES = {
     "raises in route": ("class Mine(TopK):\n def route(self, x, context):\n  return 1 / 0", "line 6 of"),
     "exits in route": ("class Mine(TopK):\n def route(self, x, context): raise SystemExit(3)", "SystemExit"),
     "raises in count": ("class Mine(TopK):\n def count(self, p, context): return p.nonsense", "AttributeError"),
+    "raises what is no Exception": (
+        "class Mine(TopK):\n def route(self, x, context): raise GeneratorExit",
+        "failed in line 5 of",
+    ),
+    "raises without a word": (
+        "class Mine(TopK):\n def route(self, x, context): raise StopIteration",
+        ": StopIteration.",
+    ),
     "returns nothing": ("class Mine(TopK):\n def route(self, x, context): pass", "NoneType"),
     "routes too few tokens": (
         "class Mine(TopK):\n def route(self, x, context): return super().route(x, context).rows(slice(0, 1))",
@@ -54,6 +63,32 @@ def test_a_rule_that_fails_is_named_with_its_error(
         assert_one_sentence(run)
         assert str(file) in run.err
         assert named in run.err
+
+
+LATER = {
+    "nothing": ("None", "must return a Routing, not NoneType"),
+    "other dtypes": (
+        "Routing(r.experts_TK, r.weights_TK.double(), r.k_T, 64)",
+        "broken Routing: a Routing holds int64",
+    ),
+    "other shapes": ("Routing(r.experts_TK, r.weights_TK, r.k_T[:0], 64)", "broken Routing: a Routing for"),
+    "too few tokens": ("r.rows(slice(0, 0))", "was given logits"),
+    "a k that is too large": ("Routing(r.experts_TK, r.weights_TK, r.k_T + 9, 64)", "the rule's Routing is broken"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "named"), LATER.values(), ids=LATER)
+@needs_kernels
+def test_a_rule_that_breaks_when_it_has_been_tested_is_named_too(
+    cli: Cli, folder: Path, tmp_path: Path, wrong: str, named: str
+) -> None:
+    file = tmp_path / "mine.py"
+    code = "class Mine(TopK):\n calls = 0\n def route(self, x, context):\n  r = super().route(x, context)\n"
+    code += f"  Mine.calls += 1\n  return r if Mine.calls < 60 else {wrong}"
+    file.write_text(HEAD + code)
+    run = cli("bench", "-m", folder, "-p", 0, "-n", 16, "-r", 2, "--backends", "native", "--router", f"{file}:Mine")
+    assert_one_sentence(run)
+    assert named in run.err
 
 
 def test_how_often_an_own_rule_is_tested(

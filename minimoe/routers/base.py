@@ -53,6 +53,34 @@ class RouterContext:
     checkpoint: Callable[[], str] | None = None
 
 
+def layer_contexts(
+    config: ModelConfig,
+    phase: Phase,
+    ids_T: Tensor,
+    positions_T: Tensor,
+    sequence_T: Tensor,
+    *,
+    generator: torch.Generator | None = None,
+    checkpoint: Callable[[], str] | None = None,
+) -> list[RouterContext]:
+    """What a rule may know of the same tokens in each layer of a model; see RouterContext."""
+    return [
+        RouterContext(
+            layer=layer,
+            phase=phase,
+            ids_T=ids_T,
+            positions_T=positions_T,
+            sequence_T=sequence_T,
+            top_k=config.top_k,
+            norm_topk_prob=config.norm_topk_prob,
+            generator=generator,
+            num_layers=config.num_layers,
+            checkpoint=checkpoint,
+        )
+        for layer in range(config.num_layers)
+    ]
+
+
 class Router(ABC):
     """A routing rule: sees router logits and a context, and nothing of the backend that will run the experts.
 
@@ -115,8 +143,11 @@ def _is_ours(code: Callable[..., Any]) -> bool:
     return getattr(code, "__module__", "").partition(".")[0] == "minimoe"
 
 
-def check_routing(routing: object, logits_TE: Tensor, what: str) -> None:
+def check_routing(routing: object, logits_TE: Tensor, what: str, *, values: bool = True) -> None:
     """Refuse what is no sound Routing for these logits; a backend would read past its weights, or quietly do wrong.
+
+    Args:
+        values: test ids, weights and k as well, which takes longer than many a rule.
 
     Raises:
         InputError: names the rule (`what`) and what is wrong.
@@ -124,7 +155,7 @@ def check_routing(routing: object, logits_TE: Tensor, what: str) -> None:
     if not isinstance(routing, Routing):
         raise InputError(f"{what} must return a Routing, not {type(routing).__name__}.")
     try:
-        routing.check()
+        routing.check() if values else routing.check_parts()
     except (ValueError, TypeError, RuntimeError) as error:
         raise InputError(f"{what} returned a broken Routing: {error}.") from error
     if (routing.num_tokens, routing.num_experts) != tuple(logits_TE.shape):
@@ -210,10 +241,10 @@ class PrefixRouter(Router):
             return routing
         # float64, in which a sum hangs hardly on its order.
         kept_T = routing.weights_TK.double().sum(dim=-1)
-        best_T = sorted_probs_TE[:, : context.top_k].double().sum(dim=-1)
-        wanted_T = torch.ones_like(kept_T) if mass == "kept" else best_T
+        ones_T = torch.ones_like(kept_T)
+        wanted_T = ones_T if mass == "kept" else sorted_probs_TE[:, : context.top_k].double().sum(dim=-1)
         # A token without experts has no mass to share out; its factor must not be 0 / 0.
-        factor_T = torch.where(kept_T > 0, wanted_T / kept_T, torch.ones_like(kept_T)).float()
+        factor_T = torch.where(kept_T > 0, wanted_T / kept_T, ones_T).float()
         return Routing(routing.experts_TK, routing.weights_TK * factor_T[:, None], routing.k_T, num_experts)
 
     def _checked(self, k_T: Tensor, tokens: int) -> Tensor:
@@ -250,18 +281,7 @@ def layer_rules(
     if not isinstance(router, PrefixRouter) or not _is_ours(type(router)):
         return None
     nobody_T, rules = torch.empty(0, dtype=torch.int64), []
-    for layer in range(config.num_layers):
-        context = RouterContext(
-            layer=layer,
-            phase="decode",
-            ids_T=nobody_T,
-            positions_T=nobody_T,
-            sequence_T=nobody_T,
-            top_k=config.top_k,
-            norm_topk_prob=config.norm_topk_prob,
-            num_layers=config.num_layers,
-            checkpoint=checkpoint,
-        )
+    for context in layer_contexts(config, "decode", nobody_T, nobody_T, nobody_T, checkpoint=checkpoint):
         rule = router.prefix_rule(context, config.num_experts)
         if rule is None or not rule.fits(config.num_experts):
             return None  # what does not fit, the rule itself refuses when it is asked, with a sentence
