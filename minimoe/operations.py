@@ -143,14 +143,19 @@ class Operations:
 
     def mix(self, of: Attention, q_TD: Tensor, k_TGd: Tensor, v_TGd: Tensor, sequences: Sequences) -> Tensor:
         """From projections to each token's mix of values, before the output projection; extends the caches."""
-        # q/k norm over the whole projection, then clip, then RoPE: OLMoE's order.
-        q_TD, k_TGd = self.norm(q_TD, of.query_norm_D, of.eps), self.norm(k_TGd, of.key_norm_Gd, of.eps)
+        queries = self.turned(of, q_TD, of.query_norm_D, sequences.rotation)
+        keys = self.turned(of, k_TGd, of.key_norm_Gd, sequences.rotation)
         if of.clip is not None:
-            q_TD, k_TGd, v_TGd = (t.clamp(-of.clip, of.clip) for t in (q_TD, k_TGd, v_TGd))
-        queries = rotate(q_TD.unflatten(-1, (of.heads, -1)), *sequences.rotation)
-        keys = rotate(k_TGd.unflatten(-1, (of.kv_heads, -1)), *sequences.rotation)
+            v_TGd = v_TGd.clamp(-of.clip, of.clip)
         values = v_TGd.unflatten(-1, (of.kv_heads, -1))
         return self.attended(of.layer, queries, keys, values, sequences).flatten(-2)
+
+    def turned(self, of: Attention, x_TD: Tensor, norm_D: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """Queries or keys [T, H, d]: norm over the whole projection, then clip, then RoPE: OLMoE's order."""
+        x_TD = self.norm(x_TD, norm_D, of.eps)
+        if of.clip is not None:
+            x_TD = x_TD.clamp(-of.clip, of.clip)
+        return rotate(x_TD.unflatten(-1, (-1, rotation[0].shape[-1])), *rotation)
 
     def attended(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sequences: Sequences) -> Tensor:
         """Causal attention within each sequence, [T, H, d]; extends the caches."""
@@ -191,6 +196,9 @@ class NativeOperations(Operations):
         if sequences.steps is None:
             return super().attention(of, x_TD, sequences)
         return self.kernels.attention(x_TD, of.places, sequences.steps)
+
+    def turned(self, of: Attention, x_TD: Tensor, norm_D: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        return self.kernels.turn(x_TD, norm_D, rotation, of.eps, of.clip)
 
     def attended(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sequences: Sequences) -> Tensor:
         return _attend_each(self.kernels.attend, layer, q_THd, k_TGd, v_TGd, sequences)

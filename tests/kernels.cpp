@@ -162,6 +162,19 @@ void norm(int set, int scalar, Score &score) {
 }
 
 template <class W>
+void turn(int set, int scalar, Score &score) {
+    const int64_t T = any(0, 9), H = any(1, 4), d = 2 * any(1, 70);
+    const float clip = any(0, 1) ? INFINITY : 1.0f;
+    const auto x = Tensor<W>::random(T * H * d, 3), w = Tensor<W>::random(H * d);
+    const auto cos = Tensor<W>::random(T * d), sin = Tensor<W>::random(T * d);
+    const Tensor<W> y(T * H * d), expected(T * H * d);
+    for (int i : {0, 1})
+        minimoe_turn(i ? scalar : set, dtype<W>, int(any(1, 2)), T, H, d, 1e-5f, clip, x.data(), w.data(), cos.data(),
+                     sin.data(), (i ? expected : y).data());
+    score.compare(y, expected, 4 * eps<W>(), 4 * eps<W>());
+}
+
+template <class W>
 void attention(int set, int scalar, Score &score) {
     const int64_t T = any(1, 5), G = any(1, 3), H = G * any(1, 3), d = 2 * any(1, 64), layer = any(0, 1);
     const int64_t D = H * d;
@@ -198,7 +211,7 @@ void attention(int set, int scalar, Score &score) {
 
 template <class W>
 void attend(int set, int scalar, Score &score) {
-    const int64_t N = any(1, 80), S = N + any(0, 100), G = any(1, 3), H = G * any(1, 3), d = any(1, 140);
+    const int64_t N = any(0, 9) ? any(1, 80) : any(1, 400), S = N + any(0, 100), G = any(1, 3), H = G * any(1, 3), d = any(1, 140);
     const bool side_by_side = any(0, 1);  // heads of a position, as projections have them, or positions of a head
     const int64_t position = side_by_side ? G * d : d, head = side_by_side ? d : S * d;
     const auto q = Tensor<W>::random(N * H * d), k = Tensor<W>::random(S * G * d), v = Tensor<W>::random(S * G * d);
@@ -257,6 +270,8 @@ int main(int count, char **arguments) {
         good &= report(name, "norm", "bfloat16", rounds, i, scalar, norm<bfloat16>);
         good &= report(name, "attention", "float32", rounds, i, scalar, attention<float>);
         good &= report(name, "attention", "bfloat16", rounds, i, scalar, attention<bfloat16>);
+        good &= report(name, "turn", "float32", rounds, i, scalar, turn<float>);
+        good &= report(name, "turn", "bfloat16", rounds, i, scalar, turn<bfloat16>);
         good &= report(name, "attend", "float32", rounds, i, scalar, attend<float>);
         good &= report(name, "attend", "bfloat16", rounds, i, scalar, attend<bfloat16>);
         good &= report(name, "rank", "float32", rounds, i, scalar, rank<float>);

@@ -46,7 +46,7 @@ SIZES = [(1, 1), (7, 3), (16, 4), (31, 5), (33, 12), (64, 64), (100, 13), (2048,
 
 @each_set
 @each_dtype
-@pytest.mark.parametrize("T", [0, 1, 2, 3, 4, 5, 11])
+@pytest.mark.parametrize("T", [0, 1, 2, 3, 4, 5, 11, 16, 29])
 @pytest.mark.parametrize(("A", "B"), SIZES)
 def test_the_product_is_right(kernels: Kernels, dtype: torch.dtype, A: int, B: int, T: int) -> None:
     x_TA, weight_BA = operands(T, A, B, dtype)
@@ -190,7 +190,7 @@ def _places(*tensors: Tensor) -> ctypes.Array[ctypes.c_void_p]:
 @each_set
 @each_dtype
 def test_nothing_outside_the_result_is_written(kernels: Kernels, dtype: torch.dtype) -> None:
-    for T, A, B in [(1, 33, 13), (3, 100, 7), (9, 16, 5)]:
+    for T, A, B in [(1, 33, 13), (3, 100, 7), (9, 16, 5), (23, 70, 14)]:
         x_TA, weight_BA = operands(T, A, B, dtype)
         y_TB, room = between_guards((T, B), dtype)
         rows, weights, results = (ctypes.c_int64 * 1)(B), _places(weight_BA), _places(y_TB)

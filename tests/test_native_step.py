@@ -60,6 +60,38 @@ def attention_case(
 @each_set
 @each_dtype
 @pytest.mark.parametrize("clip", [None, 0.7])
+@pytest.mark.parametrize(("T", "d"), [(0, 4), (1, 2), (3, 64), (40, 10)])
+def test_heads_are_normed_clipped_and_turned_as_in_torch(
+    kernels: Kernels, dtype: torch.dtype, T: int, d: int, clip: float | None
+) -> None:
+    of, x_TD, rotation, _ = attention_case(3, 1, d, [0] * T, clip, dtype)
+    got = kernels.turn(x_TD, of.query_norm_D, rotation, of.eps, clip)
+    expected = Operations().turned(of, x_TD, of.query_norm_D, rotation)
+    assert got.shape == (T, 3, d)
+    assert got.dtype == dtype
+    # The norm's statistics are summed in another order, which moves some numbers to their neighbours before they turn.
+    torch.testing.assert_close(got, expected, rtol=4 * EPS[dtype], atol=4 * EPS[dtype])
+
+
+def test_heads_that_do_not_fit_their_angles_are_refused() -> None:
+    of, x_TD, (cos_T1d, sin_T1d), _ = attention_case(2, 2, 6, [0, 0, 0], None, torch.float32)
+    kernels, norm_D = find_kernels(), of.query_norm_D
+    for x, norm, rotation in (
+        (x_TD[:2], norm_D, (cos_T1d, sin_T1d)),
+        (x_TD[:, :9], norm_D[:9], (cos_T1d, sin_T1d)),
+        (x_TD, norm_D[:6], (cos_T1d, sin_T1d)),
+        (x_TD, norm_D, (cos_T1d, sin_T1d[..., :4])),
+        (x_TD, norm_D, (cos_T1d[..., :3], sin_T1d[..., :3])),
+    ):
+        with pytest.raises(ValueError, match="fit together"):
+            kernels.turn(x, norm, rotation, 1e-5, None)
+    with pytest.raises(ValueError, match=r"dtype|alike|do not"):
+        kernels.turn(x_TD.bfloat16(), norm_D, (cos_T1d, sin_T1d), 1e-5, None)
+
+
+@each_set
+@each_dtype
+@pytest.mark.parametrize("clip", [None, 0.7])
 @pytest.mark.parametrize(
     ("H", "G", "d", "lengths"),
     [(4, 4, 64, [0, 5, 130]), (4, 2, 16, [3]), (6, 2, 10, [0, 1, 2, 33]), (2, 1, 128, [700, 2]), (1, 1, 2, [0])],

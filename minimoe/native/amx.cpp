@@ -268,6 +268,8 @@ int64_t experts(const Experts &m, DType dtype, int threads) {
 
 void norm(const Norm &n, DType dtype, int threads) { avx512_kernels.norm(n, dtype, threads); }
 
+void turn(const Turn &of, DType dtype, int threads) { avx512_kernels.turn(of, dtype, threads); }
+
 void attention(const Attention &a, DType dtype, int threads) { avx512_kernels.attention(a, dtype, threads); }
 
 void attend(const Attend &a, DType dtype, int threads) { avx512bf16_kernels.attend(a, dtype, threads); }
@@ -290,7 +292,7 @@ bool supported() {
 
 }  // namespace
 
-const Kernels amx_kernels = {supported, linear, experts, norm, attention, attend, rank};
+const Kernels amx_kernels = {supported, linear, experts, norm, turn, attention, attend, rank};
 
 }  // namespace minimoe
 

@@ -39,19 +39,27 @@ inline W *cached(const Attention &a, void *const *caches, int64_t t, int64_t g) 
     return static_cast<W *>(caches[t]) + (a.layer * a.G + g) * a.capacities[t] * a.d;
 }
 
+// The heads of one token's queries or keys, normed by `scale` and w, clipped and turned; head h goes to place(h). `room`
+// holds all H * d.
+template <class W, class Place>
+inline void turned(const W *x, float scale, const W *w, float clip, const W *cos, const W *sin, int64_t H, int64_t d,
+                   W *room, Place place) {
+    scaled(x, scale, w, H * d, room);
+    clipped(room, clip, H * d);
+    for (int64_t h = 0; h < H; h++) rotated(room + h * d, cos, sin, d, place(h));
+}
+
 // Norm, clip and turn the projections of token t; store its key and value. `query` holds H * d numbers, `room` as many.
 template <class W>
 void prepare(const Attention &a, int64_t t, float q_scale, float k_scale, W *room, W *query) {
     const W *q = static_cast<const W *>(a.q) + t * a.H * a.d, *k = static_cast<const W *>(a.k) + t * a.G * a.d;
     const W *v = static_cast<const W *>(a.v) + t * a.G * a.d;
     const W *cos = static_cast<const W *>(a.cos) + t * a.d, *sin = static_cast<const W *>(a.sin) + t * a.d;
-    scaled(q, q_scale, static_cast<const W *>(a.q_norm), a.H * a.d, room);
-    clipped(room, a.clip, a.H * a.d);
-    for (int64_t h = 0; h < a.H; h++) rotated(room + h * a.d, cos, sin, a.d, query + h * a.d);
-    scaled(k, k_scale, static_cast<const W *>(a.k_norm), a.G * a.d, room);
-    clipped(room, a.clip, a.G * a.d);
+    turned(q, q_scale, static_cast<const W *>(a.q_norm), a.clip, cos, sin, a.H, a.d, room,
+           [&](int64_t h) { return query + h * a.d; });
+    turned(k, k_scale, static_cast<const W *>(a.k_norm), a.clip, cos, sin, a.G, a.d, room,
+           [&](int64_t g) { return cached<W>(a, a.keys, t, g) + a.lengths[t] * a.d; });
     for (int64_t g = 0; g < a.G; g++) {
-        rotated(room + g * a.d, cos, sin, a.d, cached<W>(a, a.keys, t, g) + a.lengths[t] * a.d);
         W *value = cached<W>(a, a.values, t, g) + a.lengths[t] * a.d;
         std::copy_n(v + g * a.d, a.d, value);
         clipped(value, a.clip, a.d);

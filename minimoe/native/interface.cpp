@@ -73,6 +73,11 @@ void minimoe_norm(int set, int dtype, int threads, int64_t T, int64_t D, float e
     SETS[set].kernels->norm({T, D, eps, x, w, y}, DType(dtype), threads);
 }
 
+void minimoe_turn(int set, int dtype, int threads, int64_t T, int64_t H, int64_t d, float eps, float clip, const void *x,
+                  const void *w, const void *cos, const void *sin, void *y) {
+    SETS[set].kernels->turn({T, H, d, eps, clip, x, w, cos, sin, y}, DType(dtype), threads);
+}
+
 void minimoe_attend(int set, int dtype, int threads, int64_t N, int64_t S, int64_t H, int64_t G, int64_t d,
                     int64_t position, int64_t head, const void *q, const void *k, const void *v, void *y) {
     SETS[set].kernels->attend({N, S, H, G, d, position, head, q, k, v, y}, DType(dtype), threads);

@@ -85,6 +85,8 @@ int64_t minimoe_experts(int set, int threads, const minimoe::ExpertPlaces *of, i
                         const int64_t *experts, const float *weights, const int64_t *k, void *y);
 void minimoe_norm(int set, int dtype, int threads, int64_t T, int64_t D, float eps, const void *x, const void *w,
                   void *y);
+void minimoe_turn(int set, int dtype, int threads, int64_t T, int64_t H, int64_t d, float eps, float clip, const void *x,
+                  const void *w, const void *cos, const void *sin, void *y);
 int minimoe_finite(int dtype, int64_t n, const void *x);
 void minimoe_gate(int set, int threads, const minimoe::GatePlaces *of, int64_t T, const void *x, void *normed,
                   void *logits);

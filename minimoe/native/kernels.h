@@ -48,6 +48,16 @@ struct Norm {
     void *y;
 };
 
+// y[t, h] = head h of the norm of x[t] over all its heads, clipped and turned by the angles of token t: queries or keys
+// on their way from projections to attention. Rounded where the same steps in torch round (minimoe/operations.py).
+struct Turn {
+    int64_t T, H, d;
+    float eps, clip;          // clip: infinity for none
+    const void *x, *w;        // [T, H * d], [H * d]
+    const void *cos, *sin;    // [T, d]
+    void *y;                  // [T, H, d]
+};
+
 // One new token of each of T sequences, from its projections to its mix of values: norms over the whole projections,
 // clipping, rotary positions, one more key and value in the sequence's cache, attention to all of them. Rounded where
 // the same steps in torch round (minimoe/operations.py).
@@ -86,6 +96,7 @@ struct Kernels {
     void (*linear)(const Linear &, DType, int threads);
     int64_t (*experts)(const Experts &, DType, int threads);
     void (*norm)(const Norm &, DType, int threads);
+    void (*turn)(const Turn &, DType, int threads);
     void (*attention)(const Attention &, DType, int threads);
     void (*attend)(const Attend &, DType, int threads);
     void (*rank)(const Rank &, DType, int threads);

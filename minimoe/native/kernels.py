@@ -240,6 +240,46 @@ class Kernels:
         )
         return y_TD
 
+    def turn(
+        self, x_TD: Tensor, norm_D: Tensor, rotation: tuple[Tensor, Tensor], eps: float, clip: float | None
+    ) -> Tensor:
+        """Queries or keys on their way to attention: the norm of x_TD over all heads, clamped to +-clip, and each head
+        turned by its token's angles.
+
+        Args:
+            rotation: cosines and sines [T, 1, d]; d is even.
+
+        Returns:
+            [T, H, d], H of them in D.
+
+        Raises:
+            ValueError: what does not fit together.
+        """
+        cos_T1d, sin_T1d = (angles.contiguous() for angles in rotation)
+        T, D = x_TD.shape
+        d = cos_T1d.shape[-1]
+        if d % 2 or D % d or norm_D.shape != (D,) or any(angles.shape != (T, 1, d) for angles in (cos_T1d, sin_T1d)):
+            raise ValueError(f"{list(x_TD.shape)}, a norm and angles {list(cos_T1d.shape)} do not fit together")
+        _check(x_TD, norm_D, cos_T1d, sin_T1d)
+        x_TD = x_TD.contiguous()
+        y_THd = x_TD.new_empty(T, D // d, d)
+        self.interface.minimoe_turn(
+            self.index,
+            DTYPES[x_TD.dtype],
+            torch.get_num_threads(),
+            T,
+            D // d,
+            d,
+            eps,
+            float("inf") if clip is None else clip,
+            x_TD.data_ptr(),
+            norm_D.data_ptr(),
+            cos_T1d.data_ptr(),
+            sin_T1d.data_ptr(),
+            y_THd.data_ptr(),
+        )
+        return y_THd
+
     def finite(self, x_TA: Tensor) -> bool:
         """Whether all numbers are finite."""
         _check(x_TA)

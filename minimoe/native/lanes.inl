@@ -6,8 +6,22 @@ typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Signed __attribute__((vector_size(4 * WIDTH)));
 
+// Calls that go before anything else is decided, so that an array of vectors is a set of registers from the beginning.
+#define INLINED __attribute__((always_inline))
+#define INLINE inline INLINED
+
+// f(0), f(1) to f(n - 1), each number known to the compiler: places of an array that are known stay in registers.
+template <class F, int... I>
+INLINE void each(F f, std::integer_sequence<int, I...>) {
+    (f(std::integral_constant<int, I>()), ...);
+}
+template <int n, class F>
+INLINE void each(F f) {
+    each(f, std::make_integer_sequence<int, n>());
+}
+
 template <class V>
-inline V load(const void *place) {
+INLINE V load(const void *place) {
     V value;
     std::memcpy(&value, place, sizeof value);
     return value;
@@ -21,7 +35,7 @@ inline V load(const void *place) {
 
 // Of each 2 * HALF lanes of a, and then of b, the first HALF and the second HALF added.
 template <int HALF, size_t... I>
-inline Floats halved(Floats a, Floats b, std::index_sequence<I...>) {
+INLINE Floats halved(Floats a, Floats b, std::index_sequence<I...>) {
     return SHUFFLED(a, b, (I / HALF * 2 * HALF + I % HALF)...) +
            SHUFFLED(a, b, (I / HALF * 2 * HALF + I % HALF + HALF)...);
 }
@@ -29,10 +43,10 @@ inline Floats halved(Floats a, Floats b, std::index_sequence<I...>) {
 // The sum of each of n vectors' lanes, in the first lanes of the vectors, in order. Each is summed in the same order:
 // halves, quarters and so on, whatever n is.
 template <int n, int HALF = WIDTH / 2>
-inline void sum(Floats *v) {
-#pragma GCC unroll 16
-    for (int i = 0; i < n; i += 2)
-        v[i / 2] = halved<HALF>(v[i], v[i + 1 < n ? i + 1 : i], std::make_index_sequence<WIDTH>());
+INLINE void sum(Floats *v) {
+    each<(n + 1) / 2>([&](auto i) INLINED {
+        v[i] = halved<HALF>(v[2 * i], v[2 * i + 1 < n ? 2 * i + 1 : 2 * i], std::make_index_sequence<WIDTH>());
+    });
     if constexpr (HALF > 1) sum<(n + 1) / 2, HALF / 2>(v);
 }
 
@@ -57,6 +71,17 @@ inline Floats exponential(Floats x) {
     // 2^n in two factors, for one alone may be out of range.
     const Signed whole = (Signed)shifted - (Signed)(Floats{} + ROUND), half = whole >> 1;
     return series * (Floats)((half + 127) << 23) * (Floats)((whole - half + 127) << 23);
+}
+
+// e^x for x of at most 0, where what is below e^-87 is 0.
+inline Floats decaying(Floats x) {
+    constexpr float LEAST = -87, ROUND = 0x1.8p23f;
+    const Floats shifted = x * 1.44269504f + ROUND, n = shifted - ROUND;
+    const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    Floats series = Floats{} + 1.0f / 5040;
+    for (const float factorial : {720, 120, 24, 6, 2, 1, 1}) series = series * r + 1 / factorial;
+    const Signed whole = (Signed)shifted - (Signed)(Floats{} + ROUND);
+    return x < LEAST ? Floats{} : series * (Floats)((whole + 127) << 23);
 }
 
 // silu(gate) * up, rounded after each of its two steps.

@@ -20,12 +20,18 @@ using Packed = float;
 inline Floats add_pairs(Floats sums, Floats, Floats) { return sums; }  // never called
 #endif
 
+template <class W>
+constexpr bool IN_PAIRS = sizeof(Packed<W>) == sizeof(bfloat16);
+
 constexpr int64_t STEP = 2 * WIDTH;  // places in a block
 constexpr int64_t SPAN = 2048;       // places that are summed in registers
-constexpr int TOKENS = 4;            // tokens in a tile
+constexpr int TOKENS = 4;            // tokens that ROWS rows are multiplied with at a time
+// With a roomy L1 cache it is more tokens and fewer rows, for every row comes from the L2 cache once for them all.
+constexpr int WIDE_TOKENS = 6, WIDE_ROWS = ROWS * TOKENS / WIDE_TOKENS;
+constexpr int64_t MANY = 16;  // tokens that are worth it
 // Tokens that a row may have and still be read alone: every one has loads of its own, and floats twice as many.
 template <class W>
-constexpr int FEW = sizeof(Packed<W>) == sizeof(bfloat16) ? 3 : 2;
+constexpr int FEW = IN_PAIRS<W> ? 3 : 2;
 
 inline Floats even(Words packed) { return (Floats)(packed << 16); }
 inline Floats odd(Words packed) { return (Floats)(packed & 0xffff0000u); }
@@ -68,39 +74,47 @@ void pack(const W *x, int64_t n, Packed<W> *packed) {
     for (int64_t i = 0; i < n; i += STEP) store(packed + i, STEP, block(x + i, n - i));
 }
 
-// sums[r * N + n] += w[r] . x[n] over one block, which starts at w[r] and at `place` of x[n], for R rows `stride` apart and
+// sums[n * R + r] += w[r] . x[n] over one block, which starts at w[r] and at `place` of x[n], for R rows `stride` apart and
 // N packed tokens.
 template <class W, int R, int N>
-inline void add_block(const W *w, int64_t stride, const Packed<W> *const *x, int64_t place, Floats (&sums)[R * N]) {
+INLINE void add_block(const W *w, int64_t stride, const Packed<W> *const *x, int64_t place, Floats (&sums)[R * N]) {
     Floats rows[R];
-    if constexpr (sizeof(Packed<W>) == sizeof(bfloat16)) {
-        for (int r = 0; r < R; r++) rows[r] = load<Floats>(w + r * stride);
-        for (int n = 0; n < N; n++) {
+    if constexpr (IN_PAIRS<W>) {
+        each<R>([&](auto r) INLINED { rows[r] = load<Floats>(w + r * stride); });
+        each<N>([&](auto n) INLINED {
             const Floats token = load<Floats>(x[n] + place);
-            for (int r = 0; r < R; r++) sums[r * N + n] = add_pairs(sums[r * N + n], rows[r], token);
-        }
+            each<R>([&](auto r) INLINED { sums[n * R + r] = add_pairs(sums[n * R + r], rows[r], token); });
+        });
     } else {
-        for (int r = 0; r < R; r++) rows[r] = first(w + r * stride);
-        for (int n = 0; n < N; n++) {
+        each<R>([&](auto r) INLINED { rows[r] = first(w + r * stride); });
+        each<N>([&](auto n) INLINED {
             const Floats token = load<Floats>(x[n] + place);
-            for (int r = 0; r < R; r++) sums[r * N + n] = FUSED(rows[r], token, sums[r * N + n]);
-        }
-        for (int r = 0; r < R; r++) rows[r] = second(w + r * stride);
-        for (int n = 0; n < N; n++) {
+            each<R>([&](auto r) INLINED { sums[n * R + r] = FUSED(rows[r], token, sums[n * R + r]); });
+        });
+        each<R>([&](auto r) INLINED { rows[r] = second(w + r * stride); });
+        each<N>([&](auto n) INLINED {
             const Floats token = load<Floats>(x[n] + place + WIDTH);
-            for (int r = 0; r < R; r++) sums[r * N + n] = FUSED(rows[r], token, sums[r * N + n]);
-        }
+            each<R>([&](auto r) INLINED { sums[n * R + r] = FUSED(rows[r], token, sums[n * R + r]); });
+        });
     }
 }
 
-// out[r * TOKENS + n] += w[r] . x[n] for R rows `stride` apart and N packed tokens, over n_places places. Meanwhile
-// ASKED rows from `next` on are asked for, into the L2 cache, in the order in which they lie: as large a part of them
-// as of these.
+// Where the sums of a tile go: that of row r and token n to out[n * stride + r].
+struct Sums {
+    float *out;
+    int64_t stride;
+    Sums from_row(int64_t r) const { return {out + r, stride}; }
+};
+
+// sums[r, n] = w[r] . x[n] for R rows `stride` apart and N packed tokens, over n_places places from `from` on, added to
+// what is there unless these are the first. Meanwhile ASKED rows from `next` on are asked for, into the L2 cache, in the
+// order in which they lie: as large a part of them as of these.
 template <class W, int R, int N, int ASKED>
 inline void dots(const W *w, int64_t stride, const Packed<W> *const *x, int64_t from, int64_t n_places, const W *next,
-                 float *out) {
+                 Sums to) {
     constexpr int64_t LINE = 64 / sizeof(W);
-    Floats sums[R * N] = {};
+    Floats sums[R * N];
+    each<R * N>([&](auto i) INLINED { sums[i] = Floats{}; });
     const int64_t whole = n_places / STEP * STEP;
     // Twice as long a body: how fast a row streams hung by a tenth on where in a cache line the short one began.
 #pragma GCC unroll 2
@@ -115,33 +129,32 @@ inline void dots(const W *w, int64_t stride, const Packed<W> *const *x, int64_t 
             std::memcpy(rest[r], w + r * stride + from + whole, (n_places - whole) * sizeof(W));
         add_block<W, R, N>(rest[0], STEP, x, from + whole, sums);
     }
-    Floats summed[R * N];  // a copy, so that the loop above keeps its sums in registers
-#pragma GCC unroll 32
-    for (int i = 0; i < R * N; i++) summed[i] = sums[i];
-    sum<R * N>(summed);
-    float lanes[(R * N + WIDTH - 1) / WIDTH * WIDTH];
-    std::memcpy(lanes, summed, sizeof lanes);
-    for (int r = 0; r < R; r++)
-        for (int n = 0; n < N; n++) out[r * TOKENS + n] += lanes[r * N + n];
+    sum<R * N>(sums);
+    constexpr int SUMMED = (R * N + WIDTH - 1) / WIDTH;  // vectors
+    float lanes[SUMMED * WIDTH];
+    each<SUMMED>([&](auto i) INLINED { std::memcpy(lanes + i * WIDTH, &sums[i], sizeof *sums); });
+    for (int n = 0; n < N; n++)
+        for (int r = 0; r < R; r++) {
+            float &out = to.out[n * to.stride + r];
+            out = from ? out + lanes[n * R + r] : lanes[n * R + r];
+        }
 }
 
 // The part of `tile` that covers the places from `from` on, for some of its rows. R rows at a time ask for ASKED rows.
 template <class W, int R, int N, int ASKED>
-void strip(const W *w, int64_t rows, int64_t columns, const Packed<W> *const *x, int64_t from, const W *next,
-           float *out) {
+void strip(const W *w, int64_t rows, int64_t columns, const Packed<W> *const *x, int64_t from, const W *next, Sums to) {
     const int64_t n = std::min(SPAN, columns - from);
     int64_t row = 0;
     for (; row + R <= rows; row += R, next += ASKED * columns)
-        dots<W, R, N, ASKED>(w + row * columns, columns, x, from, n, next, out + row * TOKENS);
-    for (; row < rows; row++) dots<W, 1, N, 0>(w + row * columns, columns, x, from, n, nullptr, out + row * TOKENS);
+        dots<W, R, N, ASKED>(w + row * columns, columns, x, from, n, next, to.from_row(row));
+    for (; row < rows; row++)
+        dots<W, 1, N, 0>(w + row * columns, columns, x, from, n, nullptr, to.from_row(row));
 }
 
-// out[r * TOKENS + n] = w[r] . x[n] for all rows of w[rows, columns], which come from memory in their first pass; what
-// lies from `next` on, if it is not null, is read after them.
+// sums[r, n] = w[r] . x[n] for all rows of w[rows, columns], which come from memory in their first pass; what lies from
+// `next` on, if it is not null, is read after them.
 template <class W, int R, int N>
-void tile(const W *w, int64_t rows, int64_t columns, const Packed<W> *const *x, int64_t pass, const W *next,
-          float *out) {
-    std::fill(out, out + rows * TOKENS, 0.0f);
+void tile(const W *w, int64_t rows, int64_t columns, const Packed<W> *const *x, int64_t pass, const W *next, Sums to) {
     if (pass == 0) {
         constexpr int FRESH = N <= FEW<W> ? SINGLE : R;
         for (int64_t row = 0; row < rows; row += FRESH) {
@@ -152,14 +165,14 @@ void tile(const W *w, int64_t rows, int64_t columns, const Packed<W> *const *x, 
             const auto some = after ? strip<W, FRESH, N, FRESH> : strip<W, FRESH, N, 0>;
             for (int64_t from = 0; from < columns; from += SPAN)
                 some(w + row * columns, std::min<int64_t>(FRESH, rows - row), columns, x, from, after,
-                     out + row * TOKENS);
+                     to.from_row(row));
         }
         return;
     }
     // Later the rows are in the L2 cache and the processor is the limit: time to ask for what comes next, a part a pass.
     const W *const part = next && pass <= R ? next + (pass - 1) * (rows / R) * columns : nullptr;
     const auto some = part ? strip<W, R, N, 1> : strip<W, R, N, 0>;
-    for (int64_t from = 0; from < columns; from += SPAN) some(w, rows, columns, x, from, part, out);
+    for (int64_t from = 0; from < columns; from += SPAN) some(w, rows, columns, x, from, part, to);
 }
 
 // One matrix, the tokens that it is multiplied with, and where that goes.
@@ -183,17 +196,19 @@ class Products {
     // What is left of a share, and then of others; returns the multiply-adds.
     int64_t run(int share) {
         int64_t done = 0;
-        std::vector<float> out(chunk_ * TOKENS);
+        std::vector<float> sums(chunk_ * WIDE_TOKENS);
+        const Sums to = {sums.data(), chunk_};
         for (int64_t item = shares_.take(share); item >= 0; item = shares_.take(share)) {
             const auto [of, row] = place(item);
             const int64_t rows = std::min(chunk_, of.rows - row);
             const W *const w = of.w + row * columns_, *const next = after(item + 1);
-            for (int64_t t = 0; t < of.tokens; t += TOKENS) {
-                const int64_t tokens = std::min<int64_t>(TOKENS, of.tokens - t);
-                some(w, rows, of.x + t, tokens, t / TOKENS, next, out.data());
-                for (int64_t n = 0; n < tokens; n++)
-                    for (int64_t r = 0; r < rows; r++)
-                        of.y[(t + n) * of.rows + row + r] = narrow<W>(out[r * TOKENS + n]);
+            for (int64_t t = 0, tokens, pass = 0; t < of.tokens; t += tokens, pass++) {
+                tokens = at_a_time(of.tokens, of.tokens - t);
+                some(w, rows, of.x + t, tokens, pass, next, to);
+                for (int64_t n = 0; n < tokens; n++) {
+                    W *const y = of.y + (t + n) * of.rows + row;
+                    for (int64_t r = 0; r < rows; r++) y[r] = narrow<W>(sums[n * chunk_ + r]);
+                }
             }
             done += of.tokens * rows * columns_;
         }
@@ -201,13 +216,28 @@ class Products {
     }
 
    private:
+    // Of `left` tokens of a row that has `all`. Wide tiles are for rows that come from the L2 cache.
+    static int64_t at_a_time(int64_t all, int64_t left) {
+        if constexpr (IN_PAIRS<W>)
+            if (all >= MANY && left >= WIDE_TOKENS && wide()) return WIDE_TOKENS;
+        return std::min<int64_t>(left, TOKENS);
+    }
+
+    // Whether the tokens and rows of a wide tile lie in the L1 cache together.
+    static bool wide() {
+        static const bool fits = l1_bytes() >= (WIDE_TOKENS + WIDE_ROWS) * SPAN * int64_t(sizeof(Packed<W>));
+        return fits;
+    }
+
     void some(const W *w, int64_t rows, const Packed<W> *const *x, int64_t tokens, int64_t pass, const W *next,
-              float *out) const {
+              Sums to) const {
         switch (tokens) {
-            case 1: return tile<W, 4, 1>(w, rows, columns_, x, pass, next, out);
-            case 2: return tile<W, 4, 2>(w, rows, columns_, x, pass, next, out);
-            case 3: return tile<W, ROWS, 3>(w, rows, columns_, x, pass, next, out);
-            default: return tile<W, ROWS, 4>(w, rows, columns_, x, pass, next, out);
+            case 1: return tile<W, 4, 1>(w, rows, columns_, x, pass, next, to);
+            case 2: return tile<W, 4, 2>(w, rows, columns_, x, pass, next, to);
+            case 3: return tile<W, ROWS, 3>(w, rows, columns_, x, pass, next, to);
+            case 4: return tile<W, ROWS, 4>(w, rows, columns_, x, pass, next, to);
+            default:
+                if constexpr (IN_PAIRS<W>) tile<W, WIDE_ROWS, WIDE_TOKENS>(w, rows, columns_, x, pass, next, to);
         }
     }
 

@@ -71,6 +71,19 @@ void norm_of(const Norm &n) {
 }
 
 template <class W>
+void turn_of(const Turn &of) {
+    const int64_t width = of.H * of.d;
+    std::vector<W> room(width);
+    for (int64_t t = 0; t < of.T; t++) {
+        const W *const x = static_cast<const W *>(of.x) + t * width;
+        W *const y = static_cast<W *>(of.y) + t * width;
+        turned(x, norm_scale(x, width, of.eps), static_cast<const W *>(of.w), of.clip,
+               static_cast<const W *>(of.cos) + t * of.d, static_cast<const W *>(of.sin) + t * of.d, of.H, of.d,
+               room.data(), [&](int64_t h) { return y + h * of.d; });
+    }
+}
+
+template <class W>
 void attention_of(const Attention &a) {
     std::vector<W> room(std::max(a.H, a.G) * a.d), query(a.H * a.d);
     for (int64_t t = 0; t < a.T; t++) {
@@ -124,6 +137,8 @@ int64_t experts(const Experts &m, DType dtype, int) {
 
 void norm(const Norm &n, DType dtype, int) { dtype == FLOAT32 ? norm_of<float>(n) : norm_of<bfloat16>(n); }
 
+void turn(const Turn &of, DType dtype, int) { dtype == FLOAT32 ? turn_of<float>(of) : turn_of<bfloat16>(of); }
+
 void attention(const Attention &a, DType dtype, int) {
     dtype == FLOAT32 ? attention_of<float>(a) : attention_of<bfloat16>(a);
 }
@@ -140,6 +155,6 @@ bool supported() { return true; }
 
 }  // namespace
 
-const Kernels scalar_kernels = {supported, linear, experts, norm, attention, attend, rank};
+const Kernels scalar_kernels = {supported, linear, experts, norm, turn, attention, attend, rank};
 
 }  // namespace minimoe

@@ -42,6 +42,8 @@ def instruction_sets() -> tuple[Kernels, ...]:
     library.minimoe_prefix.restype = None
     library.minimoe_norm.argtypes = [*[_INT] * 3, *[_INT64] * 2, _FLOAT, *[_POINTER] * 3]
     library.minimoe_norm.restype = None
+    library.minimoe_turn.argtypes = [*[_INT] * 3, *[_INT64] * 3, *[_FLOAT] * 2, *[_POINTER] * 5]
+    library.minimoe_turn.restype = None
     library.minimoe_finite.argtypes = [_INT, _INT64, _POINTER]
     library.minimoe_gate.argtypes = [*[_INT] * 2, _POINTER, _INT64, *[_POINTER] * 3]
     library.minimoe_gate.restype = None

@@ -2,6 +2,8 @@
 // define is shared by all files of the library, so it must run on any processor.
 #pragma once
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cfloat>

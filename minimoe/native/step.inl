@@ -24,6 +24,24 @@ void norm_of(const Norm &n, int threads) {
     }
 }
 
+template <class W>
+void turn_of(const Turn &of, int threads) {
+    const int64_t width = of.H * of.d;
+    threads = worth(of.T * width * sizeof(W), threads);
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<W> room(width);
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < of.T; t++) {
+            const W *const x = static_cast<const W *>(of.x) + t * width;
+            W *const y = static_cast<W *>(of.y) + t * width;
+            turned(x, norm_scale(x, width, of.eps), static_cast<const W *>(of.w), of.clip,
+                   static_cast<const W *>(of.cos) + t * of.d, static_cast<const W *>(of.sin) + t * of.d, of.H, of.d,
+                   room.data(), [&](int64_t h) { return y + h * of.d; });
+        }
+    }
+}
+
 constexpr int64_t AHEAD = 4096;  // bytes between what is read of keys and values and what is asked for
 
 // The keys or the values of one head: rows of d places that are read in order, and those that are read after them.

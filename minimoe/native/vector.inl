@@ -128,6 +128,10 @@ void norm(const Norm &n, DType dtype, int threads) {
     dtype == FLOAT32 ? norm_of<float>(n, threads) : norm_of<bfloat16>(n, threads);
 }
 
+void turn(const Turn &of, DType dtype, int threads) {
+    dtype == FLOAT32 ? turn_of<float>(of, threads) : turn_of<bfloat16>(of, threads);
+}
+
 void attention(const Attention &a, DType dtype, int threads) {
     dtype == FLOAT32 ? attention_of<float>(a, threads) : attention_of<bfloat16>(a, threads);
 }
@@ -145,6 +149,6 @@ bool supported() { return SUPPORTED; }
 
 }  // namespace
 
-const Kernels KERNELS = {supported, linear, experts, norm, attention, attend, rank};
+const Kernels KERNELS = {supported, linear, experts, norm, turn, attention, attend, rank};
 
 }  // namespace minimoe

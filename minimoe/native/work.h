@@ -1,6 +1,8 @@
 // How the work of a call is laid out: which tokens an expert has, how many rows and threads are worth it, and memory.
 #pragma once
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
@@ -14,6 +16,15 @@ namespace {
 
 constexpr int64_t L2_BYTES = 1 << 18;      // of a weight that are kept close for all tokens, while as many arrive
 constexpr int64_t SERIAL_BYTES = 1 << 18;  // less than this is not worth waking other threads for
+
+// Of the L1 data cache; 0 where the system does not tell.
+inline int64_t l1_bytes() {
+#if defined(_SC_LEVEL1_DCACHE_SIZE)
+    return sysconf(_SC_LEVEL1_DCACHE_SIZE);
+#else
+    return 0;
+#endif
+}
 
 // Memory of the calling thread that is kept from call to call: fresh pages would cost as much as the products.
 class Scratch {
