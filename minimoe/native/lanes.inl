@@ -84,6 +84,55 @@ inline Floats decaying(Floats x) {
     return x < LEAST ? Floats{} : series * (Floats)((whole + 127) << 23);
 }
 
+// What products take of dtype W.
+#if defined(PAIRS)
+template <class W>
+using Packed = W;
+inline Floats add_pairs(Floats sums, Floats a, Floats b) { return PAIRS(sums, a, b); }
+#else
+template <class W>
+using Packed = float;
+inline Floats add_pairs(Floats sums, Floats, Floats) { return sums; }  // never called
+#endif
+
+template <class W>
+constexpr bool IN_PAIRS = sizeof(Packed<W>) == sizeof(bfloat16);
+
+// Numbers of dtype W come in blocks of STEP: two vectors of floats.
+constexpr int64_t STEP = 2 * WIDTH;
+
+inline Floats even(Words packed) { return (Floats)(packed << 16); }
+inline Floats odd(Words packed) { return (Floats)(packed & 0xffff0000u); }
+
+// The two vectors of a block: for bfloat16 its even and its odd places, for float32 its halves.
+inline Floats first(const bfloat16 *w) { return even(load<Words>(w)); }
+inline Floats second(const bfloat16 *w) { return odd(load<Words>(w)); }
+inline Floats first(const float *w) { return load<Floats>(w); }
+inline Floats second(const float *w) { return load<Floats>(w + WIDTH); }
+
+// A block as floats.
+struct Block {
+    Floats firsts, seconds;
+};
+
+// The block at x, of which `left` places are there; zeros stand for the others.
+template <class W>
+inline Block block(const W *x, int64_t left) {
+    if (left >= STEP) return {first(x), second(x)};
+    W rest[STEP] = {};
+    std::copy_n(x, left, rest);
+    return {first(rest), second(rest)};
+}
+
+// Rounded to the dtype of y, which has `left` places.
+inline void store(float *y, int64_t left, Block block) {
+    std::memcpy(y, &block, std::min<int64_t>(left, STEP) * sizeof *y);
+}
+inline void store(bfloat16 *y, int64_t left, Block block) {
+    const Words words = (Words)rounded<bfloat16>(block.firsts) >> 16 | (Words)rounded<bfloat16>(block.seconds);
+    std::memcpy(y, &words, std::min<int64_t>(left, STEP) * sizeof *y);
+}
+
 // silu(gate) * up, rounded after each of its two steps.
 template <class W>
 inline Floats gated(Floats gate, Floats up) {

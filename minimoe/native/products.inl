@@ -9,21 +9,6 @@
 // blocks of 2 * WIDTH with the even places first, and padded with zeros to whole blocks. With PAIRS neither is needed,
 // and bfloat16 stays bfloat16; such an instruction takes numbers below 2^-126 for zero.
 
-// What a packed activation of dtype W is made of.
-#if defined(PAIRS)
-template <class W>
-using Packed = W;
-inline Floats add_pairs(Floats sums, Floats a, Floats b) { return PAIRS(sums, a, b); }
-#else
-template <class W>
-using Packed = float;
-inline Floats add_pairs(Floats sums, Floats, Floats) { return sums; }  // never called
-#endif
-
-template <class W>
-constexpr bool IN_PAIRS = sizeof(Packed<W>) == sizeof(bfloat16);
-
-constexpr int64_t STEP = 2 * WIDTH;  // places in a block
 constexpr int64_t SPAN = 2048;       // places that are summed in registers
 constexpr int TOKENS = 4;            // tokens that ROWS rows are multiplied with at a time
 // With a roomy L1 cache it is more tokens and fewer rows, for every row comes from the L2 cache once for them all.
@@ -32,38 +17,6 @@ constexpr int64_t MANY = 16;  // tokens that are worth it
 // Tokens that a row may have and still be read alone: every one has loads of its own, and floats twice as many.
 template <class W>
 constexpr int FEW = IN_PAIRS<W> ? 3 : 2;
-
-inline Floats even(Words packed) { return (Floats)(packed << 16); }
-inline Floats odd(Words packed) { return (Floats)(packed & 0xffff0000u); }
-
-// The two vectors of a block: for bfloat16 its even and its odd places, for float32 its halves.
-inline Floats first(const bfloat16 *w) { return even(load<Words>(w)); }
-inline Floats second(const bfloat16 *w) { return odd(load<Words>(w)); }
-inline Floats first(const float *w) { return load<Floats>(w); }
-inline Floats second(const float *w) { return load<Floats>(w + WIDTH); }
-
-// A block as floats.
-struct Block {
-    Floats firsts, seconds;
-};
-
-// The block at x, of which `left` places are there; zeros stand for the others.
-template <class W>
-inline Block block(const W *x, int64_t left) {
-    if (left >= STEP) return {first(x), second(x)};
-    W rest[STEP] = {};
-    std::copy_n(x, left, rest);
-    return {first(rest), second(rest)};
-}
-
-// Rounded to the dtype of y, which has `left` places.
-inline void store(float *y, int64_t left, Block block) {
-    std::memcpy(y, &block, std::min<int64_t>(left, STEP) * sizeof *y);
-}
-inline void store(bfloat16 *y, int64_t left, Block block) {
-    const Words words = (Words)rounded<bfloat16>(block.firsts) >> 16 | (Words)rounded<bfloat16>(block.seconds);
-    std::memcpy(y, &words, std::min<int64_t>(left, STEP) * sizeof *y);
-}
 
 // Room for a packed activation of n places. The last block keeps activations that lie one after the other from
 // starting in the same set of the cache, which would otherwise happen at every power of two.
@@ -184,34 +137,32 @@ struct Product {
     W *y;                       // [tokens, rows]
 };
 
-// Some products of as many columns, shared among threads in chunks of rows. A thread goes through what is its share in
-// the order of memory, for only a long stream is read at full speed.
+// Some products of as many columns, shared among threads.
 template <class W>
 class Products {
    public:
     Products(std::vector<Product<W>> all, int64_t columns, int threads)
-        : all_(std::move(all)), columns_(columns), chunk_(chunk(threads)), firsts_(all_.size() + 1),
-          shares_(number(), threads) {}
+        : columns_(columns), rows_(rows(all, columns, threads)), chunks_(std::move(all), rows_, threads) {}
 
     // What is left of a share, and then of others; returns the multiply-adds.
     int64_t run(int share) {
         int64_t done = 0;
-        std::vector<float> sums(chunk_ * WIDE_TOKENS);
-        const Sums to = {sums.data(), chunk_};
-        for (int64_t item = shares_.take(share); item >= 0; item = shares_.take(share)) {
-            const auto [of, row] = place(item);
-            const int64_t rows = std::min(chunk_, of.rows - row);
-            const W *const w = of.w + row * columns_, *const next = after(item + 1);
+        std::vector<float> sums(rows_ * WIDE_TOKENS);
+        const Sums to = {sums.data(), rows_};
+        chunks_.run(share, [&](const auto &chunk, const auto &after) {
+            const Product<W> &of = *chunk.of;
+            const W *const w = of.w + chunk.row * columns_;
+            const W *const next = after.of ? after.of->w + after.row * columns_ : nullptr;
             for (int64_t t = 0, tokens, pass = 0; t < of.tokens; t += tokens, pass++) {
                 tokens = at_a_time(of.tokens, of.tokens - t);
-                some(w, rows, of.x + t, tokens, pass, next, to);
+                some(w, chunk.rows, of.x + t, tokens, pass, next, to);
                 for (int64_t n = 0; n < tokens; n++) {
-                    W *const y = of.y + (t + n) * of.rows + row;
-                    for (int64_t r = 0; r < rows; r++) y[r] = narrow<W>(sums[n * chunk_ + r]);
+                    W *const y = of.y + (t + n) * of.rows + chunk.row;
+                    for (int64_t r = 0; r < chunk.rows; r++) y[r] = narrow<W>(sums[n * rows_ + r]);
                 }
             }
-            done += of.tokens * rows * columns_;
-        }
+            done += of.tokens * chunk.rows * columns_;
+        });
         return done;
     }
 
@@ -241,32 +192,13 @@ class Products {
         }
     }
 
-    // Rows that are passed once may come in small chunks, so that threads end together.
-    int64_t chunk(int threads) const {
+    // In a chunk. Rows that are passed once may come in small ones, so that threads end together.
+    static int64_t rows(const std::vector<Product<W>> &all, int64_t columns, int threads) {
         int64_t rows = 0, most = 0;
-        for (const Product<W> &of : all_) rows += of.rows, most = std::max(most, of.tokens);
-        return chunk_rows(rows, columns_, sizeof(W), (most <= TOKENS ? 128 : 8) * threads);
+        for (const Product<W> &of : all) rows += of.rows, most = std::max(most, of.tokens);
+        return chunk_rows(rows, columns, sizeof(W), (most <= TOKENS ? 128 : 8) * threads);
     }
 
-    // Of all chunks. The i-th product has those from firsts_[i] on, which this fills in.
-    int64_t number() {
-        for (size_t i = 0; i < all_.size(); i++) firsts_[i + 1] = firsts_[i] + (all_[i].rows + chunk_ - 1) / chunk_;
-        return firsts_.back();
-    }
-
-    std::pair<const Product<W> &, int64_t> place(int64_t item) const {
-        const int64_t i = std::upper_bound(firsts_.begin(), firsts_.end(), item) - firsts_.begin() - 1;
-        return {all_[i], (item - firsts_[i]) * chunk_};
-    }
-
-    const W *after(int64_t item) const {
-        if (item >= firsts_.back()) return nullptr;
-        const auto [of, row] = place(item);
-        return of.w + row * columns_;
-    }
-
-    std::vector<Product<W>> all_;
-    int64_t columns_, chunk_;
-    std::vector<int64_t> firsts_;
-    Shares shares_;
+    int64_t columns_, rows_;
+    Chunks<Product<W>> chunks_;
 };

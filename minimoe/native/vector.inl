@@ -11,6 +11,7 @@
 #include "bfloat16.h"
 #include "kernels.h"
 #include "lanes.inl"
+#include "mixture.inl"
 #include "rank.h"
 #include "work.h"
 
@@ -20,6 +21,7 @@ namespace {
 #include "products.inl"
 #include "step.inl"
 #include "prompt.inl"
+#include "positions.inl"
 
 template <class W>
 void linear_of(const Linear &l, int threads) {
@@ -39,28 +41,6 @@ void linear_of(const Linear &l, int threads) {
         for (int64_t t = 0; t < l.T; t++) pack(static_cast<const W *>(l.x) + t * l.A, l.A, x + t * width);
 #pragma omp for schedule(static)
         for (int share = 0; share < threads; share++) products.run(share);
-    }
-}
-
-// A token's sum and one more expert's share of it. In float32 a compiler may round once or twice, and not alike in the
-// body and at the end of a loop: once, then, everywhere.
-template <class W>
-inline Floats with_share(Floats sum, Floats out, float weight) {
-    if constexpr (sizeof(W) == sizeof(float)) return FUSED(out, Floats{} + weight, sum);
-    return sum + rounded<W>(out * weight);
-}
-
-// y[i] = the sum over pairs, in order, of weights[p] * outs[p, i] for i < n.
-template <class W>
-void add_shares(const int64_t *pairs, int64_t count, const float *weights, const W *outs, int64_t n, W *y) {
-    for (int64_t i = 0; i < n; i += STEP) {
-        Block sums = {};
-        for (int64_t j = 0; j < count; j++) {
-            const Block out = block(outs + pairs[j] * n + i, n - i);
-            const float weight = rounded<W>(weights[pairs[j]]);
-            sums = {with_share<W>(sums.firsts, out.firsts, weight), with_share<W>(sums.seconds, out.seconds, weight)};
-        }
-        store(y + i, n - i, sums);
     }
 }
 
@@ -137,7 +117,8 @@ void attention(const Attention &a, DType dtype, int threads) {
 }
 
 void attend(const Attend &a, DType dtype, int threads) {
-    dtype == FLOAT32 ? attend_of<float>(a, threads) : attend_of<bfloat16>(a, threads);
+    dtype == FLOAT32 ? attend_of<float, PositionBlock<float>>(a, threads)
+                     : attend_of<bfloat16, PositionBlock<bfloat16>>(a, threads);
 }
 
 void rank(const Rank &r, DType dtype, int threads) {

@@ -1,12 +1,17 @@
 // How the work of a call is laid out: which tokens an expert has, how many rows and threads are worth it, and memory.
 #pragma once
 
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -26,13 +31,42 @@ inline int64_t l1_bytes() {
 #endif
 }
 
+// Memory from the start of a cache line on, not yet written. Much of it lies in huge pages where the system has
+// them, for tiles jump from one place of it to another.
+template <class N>
+class Room {
+   public:
+    explicit Room(int64_t count = 0) : bytes_(size_t(count) * sizeof(N)) {
+        const size_t unit = bytes_ < HUGE_PAGE ? LINE : HUGE_PAGE, whole = (bytes_ + unit - 1) / unit * unit;
+        room_.reset(static_cast<N *>(std::aligned_alloc(unit, std::max(whole, unit))));
+        if (!room_) throw std::bad_alloc();
+#if defined(MADV_HUGEPAGE)
+        if (unit == HUGE_PAGE) madvise(room_.get(), whole, MADV_HUGEPAGE);
+#endif
+    }
+    N *data() const { return room_.get(); }
+    N &operator[](int64_t i) const { return room_.get()[i]; }
+    size_t bytes() const { return bytes_; }
+
+   private:
+    static constexpr size_t LINE = 64, HUGE_PAGE = 1 << 21;
+    struct Free {
+        void operator()(N *room) const { std::free(room); }
+    };
+    std::unique_ptr<N, Free> room_;
+    size_t bytes_;
+};
+
 // Memory of the calling thread that is kept from call to call: fresh pages would cost as much as the products.
 class Scratch {
    public:
     // Room for so many bytes in up to PIECES pieces.
     void reserve(int64_t bytes) {
         const size_t needed = bytes + (PIECES + 1) * LINE;
-        if (room_.size() < needed) room_.resize(needed);
+        if (room_.bytes() < needed) {
+            room_ = Room<std::byte>();  // never both
+            room_ = Room<std::byte>(needed);
+        }
         next_ = room_.data();
     }
     // The next piece, not yet written, from the start of a cache line on.
@@ -46,7 +80,7 @@ class Scratch {
 
    private:
     static constexpr size_t LINE = 64, PIECES = 3;
-    std::vector<std::byte> room_;
+    Room<std::byte> room_;
     std::byte *next_ = nullptr;
 };
 
@@ -119,6 +153,12 @@ class Shares {
         return -1;
     }
 
+    // What a share takes next of its own, or -1.
+    int64_t next(int share) const {
+        const uint64_t seen = left_[share * APART].load(std::memory_order_relaxed);
+        return int64_t(seen & LOW) < int64_t(seen >> 32) ? int64_t(seen & LOW) : -1;
+    }
+
    private:
     static constexpr uint64_t LOW = 0xffffffff;
     static constexpr int APART = 16;  // so that no two shares lie in one cache line, nor in a pair of them
@@ -127,6 +167,46 @@ class Shares {
 
     int threads_;
     std::vector<std::atomic<uint64_t>> left_;  // what is left of each share, every APART-th
+};
+
+// Rows of matrices, shared among threads in chunks. A thread goes through what is its share in the order of memory, for
+// only a long stream is read at full speed. A Matrix has `rows`.
+template <class Matrix>
+class Chunks {
+   public:
+    struct Chunk {
+        const Matrix *of;  // null: there is none
+        int64_t row, rows;
+    };
+
+    Chunks(std::vector<Matrix> all, int64_t rows, int threads)
+        : all_(std::move(all)), rows_(rows), firsts_(all_.size() + 1), shares_(number(), threads) {}
+
+    // work(chunk, next) for each chunk of a share, and then for what is left of others'; `next` comes after it.
+    template <class F>
+    void run(int share, F work) {
+        for (int64_t item = shares_.take(share); item >= 0; item = shares_.take(share))
+            work(chunk(item), chunk(shares_.next(share)));
+    }
+
+   private:
+    // Of all chunks. The i-th matrix has those from firsts_[i] on, which this fills in.
+    int64_t number() {
+        for (size_t i = 0; i < all_.size(); i++) firsts_[i + 1] = firsts_[i] + (all_[i].rows + rows_ - 1) / rows_;
+        return firsts_.back();
+    }
+
+    Chunk chunk(int64_t item) const {
+        if (item < 0) return {nullptr, 0, 0};
+        const int64_t i = std::upper_bound(firsts_.begin(), firsts_.end(), item) - firsts_.begin() - 1;
+        const int64_t row = (item - firsts_[i]) * rows_;
+        return {&all_[i], row, std::min(rows_, all_[i].rows - row)};
+    }
+
+    std::vector<Matrix> all_;
+    int64_t rows_;
+    std::vector<int64_t> firsts_;
+    Shares shares_;
 };
 
 }  // namespace
