@@ -2,7 +2,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-typedef uint64_t Words __attribute__((vector_size(32)));
+typedef uint64_t Words __attribute__((vector_size(32), aligned(8)));
 
 /* `count` vectors of 32 bytes. */
 uint64_t read_all(const Words *words, size_t count, int threads) {

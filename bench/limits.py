@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import mmap
 import os
 import subprocess
@@ -27,6 +28,8 @@ from bench.report import Spread, at_least_one, machine, publish, table
 
 READ_BYTES = 1 << 30
 MATRIX_SIZE = 2048
+TIMES_THE_CACHE = 4
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 SOURCE = Path(__file__).with_name("limits.c")
 
 
@@ -46,7 +49,7 @@ class Limits:
 
 
 def read_loop() -> Callable[[torch.Tensor, int], None]:
-    """A function (words int64, threads) that reads all of them.
+    """A function (tensor, threads) that reads all of it, but for less than 32 bytes at its end.
 
     Raises:
         FileNotFoundError: no C compiler, here called cc.
@@ -59,22 +62,35 @@ def read_loop() -> Callable[[torch.Tensor, int], None]:
         subprocess.run(["cc", "-shared", f"{library}.o", "-o", library], check=True)
         loop = ctypes.CDLL(str(library)).read_all
     loop.argtypes, loop.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_uint64
-    return lambda words, threads: loop(words.data_ptr(), words.numel() // 4, threads)
+    return lambda tensor, threads: loop(tensor.data_ptr(), tensor.nbytes // 32, threads)
 
 
 class Reading:
-    """Read bandwidth now: bytes per second that `threads` threads read of memory that no cache holds."""
+    """Read bandwidth now: bytes per second that `threads` threads read of memory that no cache holds.
+
+    Each call reads `read_bytes`, and not those that the calls before it have read: in all there are several times as
+    many as the largest cache holds.
+    """
 
     def __init__(self, threads: int, read_bytes: int = READ_BYTES) -> None:
         self._loop, self._threads = read_loop(), threads
-        pages = mmap.mmap(-1, read_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        parts = max(1, -(-TIMES_THE_CACHE * cache_bytes() // read_bytes))
+        pages = mmap.mmap(-1, parts * read_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # Small pages would slow the loop down, and a limit that is too low flatters whatever is set against it.
         with suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
-        self._words = torch.frombuffer(pages, dtype=torch.int64).fill_(1)
+        words = torch.frombuffer(pages, dtype=torch.int64).fill_(1)
+        self._parts = itertools.cycle(words.split(read_bytes // words.itemsize))
 
     def __call__(self) -> float:
-        return self._words.nbytes / _seconds(lambda: self._loop(self._words, self._threads))
+        words = next(self._parts)
+        return words.nbytes / _seconds(lambda: self._loop(words, self._threads))
+
+
+def cache_bytes() -> int:
+    """Of the processor's largest cache, which it may share with other guests; 0 where the system does not tell."""
+    sizes = [path.read_text("ascii").strip() for path in CACHES.glob("index*/size")]
+    return max((int(size[:-1]) << {"K": 10, "M": 20}[size[-1]] for size in sizes if size[-1:] in "KM"), default=0)
 
 
 def measure(threads: int, rounds: int, *, read_bytes: int = READ_BYTES, size: int = MATRIX_SIZE) -> Limits:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from bench.engines import MiniMoe
-from bench.limits import READ_BYTES, Reading
+from bench.limits import READ_BYTES, Reading, read_loop
 from bench.report import Spread, at_least_one, machine, publish, table
 from bench.synthetic import DEFAULT_GATE_SCALE, DEFAULT_LAYERS, Recipe, default_folder, write
 from bench.worker import read_through
@@ -77,18 +77,37 @@ def whole_step(step: Step, engine: Engine, cache: KVCache, sampler: Sampler) -> 
     return time.perf_counter() - start
 
 
+def shared_matrices(engine: Engine) -> list[Tensor]:
+    """Those of a step that are no expert's."""
+    matrices = [engine.model.head_VD]
+    for layer in engine.model.layers:
+        of = layer.attention
+        matrices += [of.query_DD, of.key_GdD, of.value_GdD, of.out_DD, layer.gate.weight_ED]
+    return matrices
+
+
 def products_alone(engine: Engine, routings: list[Routing]) -> float:
     """Seconds of a step's products with weights, one after the other, on random hidden states."""
     model = engine.model
-    x_1D = torch.randn(1, engine.config.hidden_size).to(model.dtype)
-    matrices = [model.head_VD]
-    for layer in model.layers:
-        of = layer.attention
-        matrices += [of.query_DD, of.key_GdD, of.value_GdD, of.out_DD, layer.gate.weight_ED]
+    x_1D, matrices = torch.randn(1, engine.config.hidden_size).to(model.dtype), shared_matrices(engine)
     start = time.perf_counter()
     for layer, routing in zip(model.layers, routings, strict=True):
         layer.experts.run(x_1D, routing)
     model.operations.linears(x_1D, matrices)
+    return time.perf_counter() - start
+
+
+def reading_alone(engine: Engine, routings: list[Routing], loop: Callable[[Tensor, int], None]) -> float:
+    """Seconds that a read loop takes for the weights of a step, matrix by matrix, where they lie."""
+    matrices = shared_matrices(engine)
+    for layer, routing in zip(engine.model.layers, routings, strict=True):
+        of = layer.experts.weights
+        for e in routing.experts_TK.flatten().tolist():
+            matrices += [of.gate_EID[e], of.up_EID[e], of.down_EDI[e]]
+    threads = torch.get_num_threads()
+    start = time.perf_counter()
+    for matrix in matrices:
+        loop(matrix, threads)
     return time.perf_counter() - start
 
 
@@ -102,19 +121,20 @@ def random_routings(engine: Engine) -> list[Routing]:
 def measure(engine: Engine, rounds: int, context: int) -> dict[str, Spread]:
     """Seconds of whole steps by top-k and of their products, what is left as a share, and each rule's share.
 
-    And the share of the read bandwidth that a step uses: its bytes of weights, over what could be read meanwhile.
+    And the share of the read bandwidth that a step uses: its bytes of weights, over what could be read meanwhile; and
+    what a read loop over the weights of a step, where they lie, takes of the time of their products.
     """
     config, model = engine.config, engine.model
     hit, size = config.num_layers * config.top_k, model.dtype.itemsize
     weight_bytes = pass_bytes(config, experts_hit=hit, itemsize=size).total
-    reading = Reading(torch.get_num_threads(), READ_BYTES // 4)
+    reading, loop = Reading(torch.get_num_threads(), READ_BYTES // 4), read_loop()
     rules = {name: parse_router(name) for name in RULES}
     with torch.inference_mode():
         cache = KVCache(config, context + (len(rules) + 1) * (rounds + 1), model.dtype, model.device)
         # A prompt that uses every expert brings the pages of the file into this process.
         model.forward(Batch(torch.randint(config.vocab_size, (context,)), [context], [cache]), rules["top_k"])
         sampler, generated = Sampler(Sampling(temperature=0)), as_generated(engine, rules["top_k"])
-        steps, products, reads = [], [], []
+        steps, products, reads, loops = [], [], [], []
         shares: dict[str, list[float]] = {name: [] for name in rules}
         probes = {name: RuleTime() for name in rules}
         ruled = {name: as_generated(engine, rule, probes[name]) for name, rule in rules.items()}
@@ -123,6 +143,7 @@ def measure(engine: Engine, rounds: int, context: int) -> dict[str, Spread]:
             step = whole_step(generated, engine, cache, sampler)
             readable_bytes = step * (before + reading()) / 2
             product = products_alone(engine, random_routings(engine))
+            looped = reading_alone(engine, random_routings(engine), loop) / product
             for probe in probes.values():
                 probe.seconds = 0.0
             seconds = {name: whole_step(of, engine, cache, sampler) for name, of in ruled.items()}
@@ -130,10 +151,12 @@ def measure(engine: Engine, rounds: int, context: int) -> dict[str, Spread]:
                 steps.append(step)
                 products.append(product)
                 reads.append(weight_bytes / readable_bytes)
+                loops.append(looped)
                 for name, values in shares.items():
                     values.append(probes[name].seconds / seconds[name])
     around = [1 - product / step for step, product in zip(steps, products, strict=True)]
     measured = {"step_seconds": steps, "product_seconds": products, "around_share": around, "read_share": reads}
+    measured |= {"loop_share": loops}
     measured |= {f"{name}_share": values for name, values in shares.items()}
     return {name: Spread.of(values) for name, values in measured.items()}
 
@@ -162,6 +185,7 @@ def main() -> None:
         ["its products alone, ms", measured["product_seconds"].text(1e3), ""],
         ["all else, % of the step", measured["around_share"].text(100), f"at most {100 * AROUND_BAR:.0f}"],
         ["read bandwidth used, %", measured["read_share"].text(100), f"at least {100 * READ_BAR:.0f}"],
+        ["read loop over its weights, % of its products", measured["loop_share"].text(100), ""],
         *([f"rule {name}, % of its step", measured[f"{name}_share"].text(100, 2), bar] for name, bar in RULES.items()),
     ]
     text = f"{table(['one decode step', 'median', 'bar'], rows)}\n\n"

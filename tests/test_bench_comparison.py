@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import comparison
+from bench import comparison, limits
 from bench.comparison import MAX_ERROR, Work, compare, distance
 from bench.engines import ENGINES, BenchEngine, MiniMoe
 from bench.report import Spread
@@ -21,6 +21,12 @@ from bench.worker import EngineFailed, Task, Times, open_worker, read_through
 from minimoe.errors import InputError
 
 WORKS = {"read": Work(1, 64), "write": Work(1, 8, 16), "write 2": Work(2, 8, 4)}
+
+
+@pytest.fixture(autouse=True)
+def no_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The read bandwidth is measured over memory of several times the processor's caches: gigabytes, for some."""
+    monkeypatch.setattr(limits, "cache_bytes", lambda: 0)
 
 
 def logits_of(engine: BenchEngine, variant: str, ids_BN: torch.Tensor, prompt: int) -> torch.Tensor:

@@ -37,6 +37,7 @@ from minimoe.engine import load
 from minimoe.errors import InputError
 from minimoe.evaluate.run import prepare
 from minimoe.evaluate.tasks import TASKS
+from minimoe.flops import pass_bytes
 from minimoe.model import Batch
 from minimoe.probe import RoutingRecorder
 
@@ -226,10 +227,28 @@ def test_what_stands_beside_speeds_cannot_lose_them(
     ]
 
 
-def test_the_limits_are_measured() -> None:
+def test_the_limits_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "cache_bytes", lambda: 1 << 18)
     limits.read_loop()(torch.ones(2**14 + 12, dtype=torch.int64), 1)
     limit = limits.measure(1, rounds=1, read_bytes=1 << 20, size=128)
     assert all(spread.median > 0 for spread in (limit.bandwidth, limit.float32, limit.bfloat16))
+
+
+def test_what_is_read_is_not_in_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for index, size in enumerate(["48K", "64K", "2048K", "3M"]):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
+    monkeypatch.setattr(limits, "CACHES", tmp_path)
+    assert limits.cache_bytes() == 3 << 20
+    read: list[int] = []
+    monkeypatch.setattr(limits, "read_loop", lambda: lambda tensor, _: read.append(tensor.data_ptr()))
+    reading = limits.Reading(1, 1 << 20)
+    assert all(reading() > 0 for _ in range(25))
+    # Twelve pieces of 1 MB, four times what the cache holds, are read before one is read again.
+    assert len(set(read[:12])) == 12
+    assert read[:12] == read[12:24]
+    monkeypatch.setattr(limits, "CACHES", tmp_path / "nowhere")
+    assert limits.cache_bytes() == 0
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=20))
@@ -330,6 +349,7 @@ def test_a_step_is_set_against_its_products_and_the_read_bandwidth(
     bench_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = load(bench_model)
+    monkeypatch.setattr(limits, "cache_bytes", lambda: 0)
     monkeypatch.setattr(step, "Reading", lambda *_: lambda: 5e9)
     monkeypatch.setattr(step, "whole_step", lambda *_: 1e-3)
     config = engine.config
@@ -339,6 +359,7 @@ def test_a_step_is_set_against_its_products_and_the_read_bandwidth(
     measured = step.measure(engine, rounds=2, context=5)
     assert measured["read_share"].median == pytest.approx(2 * weights / (1e-3 * 5e9))
     monkeypatch.undo()
+    monkeypatch.setattr(limits, "cache_bytes", lambda: 0)
     measured = step.measure(engine, rounds=2, context=5)
     assert {spread.count for spread in measured.values()} == {2}
     assert all(0 < measured[f"{rule}_share"].median < 1 for rule in step.RULES)
@@ -355,6 +376,16 @@ def test_the_products_of_a_step_are_all_there_are(bench_model: Path, monkeypatch
         matrices |= {id(w) for w in (of.query_DD, of.key_GdD, of.value_GdD, of.out_DD, layer.gate.weight_ED)}
     assert len(read) == len(matrices) == 1 + 5 * engine.config.num_layers
     assert set(read) == matrices
+
+
+def test_the_read_loop_reads_the_weights_of_a_step(bench_model: Path) -> None:
+    engine, read = load(bench_model), []
+    step.reading_alone(engine, step.random_routings(engine), lambda tensor, _: read.append(tensor))
+    config = engine.config
+    assert len({tensor.data_ptr() for tensor in read}) == 1 + config.num_layers * (5 + 3 * config.top_k)
+    # All that a step reads but its row of the embedding and the norms.
+    counted = pass_bytes(config, experts_hit=config.num_layers * config.top_k, itemsize=2).total
+    assert 0.97 * counted < sum(tensor.nbytes for tensor in read) <= counted
 
 
 # Analysis

@@ -46,7 +46,7 @@ SIZES = [(1, 1), (7, 3), (16, 4), (31, 5), (33, 12), (64, 64), (100, 13), (2048,
 
 @each_set
 @each_dtype
-@pytest.mark.parametrize("T", [0, 1, 2, 3, 4, 5, 11, 16, 29])
+@pytest.mark.parametrize("T", [0, 1, 2, 3, 4, 5, 11, 16, 29, 97, 300])
 @pytest.mark.parametrize(("A", "B"), SIZES)
 def test_the_product_is_right(kernels: Kernels, dtype: torch.dtype, A: int, B: int, T: int) -> None:
     x_TA, weight_BA = operands(T, A, B, dtype)
@@ -140,6 +140,34 @@ def test_experts_equal_the_reference_at_larger_sizes(kernels: Kernels, dtype: to
     expected = find_backend("reference")(weights).run(x_TD, routing)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+
+
+@each_set
+@each_dtype
+@pytest.mark.parametrize("B", [2048, 2001])
+def test_results_that_leave_the_caches_are_right(kernels: Kernels, dtype: torch.dtype, B: int) -> None:
+    """More than 4 MB of them; whole cache lines may then be written in another way than parts of some."""
+    x_TA, weight_BA = operands(1100, 33, B, dtype)
+    y_TB = product(kernels, x_TA, weight_BA)
+    exact = x_TA.double().numpy() @ weight_BA.double().numpy().T
+    np.testing.assert_allclose(y_TB.double().numpy(), exact, rtol=EPS[dtype], atol=5e-5)
+
+
+@each_set
+@each_dtype
+def test_experts_of_a_long_prompt(kernels: Kernels, dtype: torch.dtype) -> None:
+    """Hundreds of tokens of every expert, and results that leave the caches: right, and each as if it came alone."""
+    weights = random_weights(6, 2048, 40, dtype)
+    x_TD, routing = random_inputs([1 + t % 6 for t in range(600)], 6, 2048, dtype)
+    experts = Native(kernels.name)(weights)
+    with threads(2):
+        ours = experts.run(x_TD, routing)
+    tolerance = 5e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(
+        ours, find_backend("reference")(weights).run(x_TD, routing), rtol=tolerance, atol=tolerance
+    )
+    for t in (0, 299, 599):
+        assert torch.equal(experts.run(x_TD[t : t + 1], routing.rows(slice(t, t + 1))), ours[t : t + 1])
 
 
 @each_set

@@ -34,13 +34,13 @@ def check(kernels: Kernels, q_NHd: Tensor, k_GSd: Tensor, v_GSd: Tensor) -> Tens
     return y_NHd
 
 
-# Around the blocks of queries (16 and 32) and of positions (64).
+# Around the blocks of queries (16 and 32) and of positions (64 and 128).
 @each_set
 @each_dtype
 @pytest.mark.parametrize(
-    ("N", "S"), [(1, 1), (1, 70), (2, 2), (15, 64), (16, 65), (33, 33), (64, 200), (130, 130), (300, 310)]
+    ("N", "S"), [(1, 1), (1, 70), (2, 2), (15, 64), (16, 65), (33, 33), (64, 200), (130, 130), (128, 256), (300, 310)]
 )
-@pytest.mark.parametrize(("H", "G", "d"), [(2, 2, 16), (4, 2, 10), (3, 1, 7), (2, 1, 128)])
+@pytest.mark.parametrize(("H", "G", "d"), [(2, 2, 16), (4, 2, 10), (3, 1, 7), (2, 2, 32), (2, 1, 128)])
 def test_it_is_right(kernels: Kernels, dtype: torch.dtype, N: int, S: int, H: int, G: int, d: int) -> None:
     check(kernels, *drawn(N, S, H, G, d, dtype))
 

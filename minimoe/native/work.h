@@ -31,8 +31,8 @@ inline int64_t l1_bytes() {
 #endif
 }
 
-// Memory from the start of a cache line on, not yet written. Much of it lies in huge pages where the system has
-// them, for tiles jump from one place of it to another.
+// Memory from the start of a cache line on, not yet written; much of it in huge pages where the system has them, which
+// cost fewer faults.
 template <class N>
 class Room {
    public:
