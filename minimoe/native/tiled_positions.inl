@@ -41,6 +41,7 @@ class TiledPositions {
     }
 
     void scores(const float *queries, float *scores) const {
+        written();
         for (int64_t s = 0; s < count; s += 2 * ROWS) {
             const bfloat16 *const above = keys_ + s * row_, *const below = s + ROWS < count ? above + ROWS * row_ : above;
             _tile_zero(0);
@@ -55,6 +56,7 @@ class TiledPositions {
     }
 
     void mix(const float *weights, float *sums) const {
+        written();
         for (int64_t i = 0; i < d_; i += 2 * ROWS) {
             const bfloat16 *const above = &values_[i * POSITIONS], *const below = above + ROWS * POSITIONS;
             float *const to = sums + i * QUERIES;

@@ -9,11 +9,11 @@
 // Nor may it depend on whether it comes alone, which is why one token goes through tiles as well: vectors would round
 // differently. The processor takes numbers below 2^-126 for zero here.
 
-constexpr int64_t ROWS = 16;           // of a weight in a tile
-constexpr int64_t PLACES = 32;         // of a row in a tile
-constexpr int64_t TOKENS = 16;         // in a tile
+constexpr int64_t ROWS = 16;    // of a weight in a tile
+constexpr int64_t PLACES = 32;  // of a row in a tile
+constexpr int64_t TOKENS = 16;  // in a tile
 constexpr int64_t TILE = ROWS * PLACES;
-constexpr int MOST = 6;                // tiles of tokens that a tile of a weight is multiplied with at a time
+constexpr int MOST = 6;  // tiles of tokens that a tile of a weight is multiplied with at a time
 constexpr int64_t WIDE = MOST * TOKENS;
 
 // All eight tiles in full size, for as long as a thread works with them.
@@ -82,15 +82,18 @@ struct Place {
     int64_t stride;
 };
 
+// To GCC, loading a tile reads no memory: what was written before is to be there, and what is written later not yet.
+inline void written() { __asm__ volatile("" ::: "memory"); }
+
 // The tile of a weight at w, of which so many rows and places are left: where it lies, or, if it is not whole, a copy
 // filled up with zeros, for nothing beyond a weight may be read.
 inline Place weight_tile(const bfloat16 *w, int64_t columns, int64_t rows, int64_t places, bfloat16 *copy) {
     if (rows >= ROWS && places >= PLACES) return {w, columns * int64_t(sizeof *w)};
-    __asm__ volatile("" ::: "memory");  // to GCC, loading a tile reads no memory: keep loads before and after apart
+    written();
     std::fill_n(copy, TILE, bfloat16{});
     for (int64_t r = 0; r < std::min(rows, ROWS); r++)
         std::memcpy(copy + r * PLACES, w + r * columns, std::min(places, PLACES) * sizeof *w);
-    __asm__ volatile("" ::: "memory");
+    written();
     return {copy, PLACES * sizeof *w};
 }
 
@@ -100,7 +103,7 @@ template <int N, bool FRESH>
 void products(const bfloat16 *w, int64_t rows, int64_t columns, const bfloat16 *x, int64_t x_width,
               const bfloat16 *next, float *out) {
     static_assert(0 < N && N <= MOST, "tiles 6 and 7 hold the factors");
-    // A lone tile of tokens is waited for less than what it waits for: there the processor foresees rows best unaided.
+    // With a lone tile of tokens there is nothing to wait for but rows, which the processor then foresees best unaided.
     constexpr int64_t AHEAD = FRESH && N > 1 ? 8 * PLACES : 0;
     alignas(64) bfloat16 copy[TILE];
     if (N > 0) _tile_zero(0);
