@@ -1,4 +1,5 @@
-// WIDTH floats at a time, whatever the instruction set: rounding, the exponential function, SiLU and sums of lanes.
+// WIDTH floats at a time, whatever the instruction set: blocks of numbers, rounding, the exponential function, SiLU and
+// sums of lanes.
 namespace minimoe {
 namespace {
 
