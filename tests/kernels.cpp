@@ -94,7 +94,8 @@ constexpr int dtype = sizeof(W) == sizeof(float) ? 0 : 1;
 
 template <class W>
 void linear(int set, int scalar, Score &score) {
-    const int64_t T = any(0, 9) ? any(0, 70) : any(80, 700), A = any(0, 9) ? any(1, 200) : any(2000, 2200), n = any(1, 3);
+    const int64_t T = any(0, 9) ? any(0, 70) : any(80, 700), A = any(0, 9) ? any(1, 200) : any(2000, 2200);
+    const int64_t n = any(1, 3);
     const auto x = Tensor<W>::random(T * A);
     std::vector<Tensor<W>> w, y, expected, alone;
     std::vector<int64_t> B;
@@ -120,7 +121,8 @@ void linear(int set, int scalar, Score &score) {
 
 template <class W>
 void experts(int set, int scalar, Score &score) {
-    const int64_t T = any(0, 9) ? any(0, 60) : any(80, 700), D = any(0, 9) ? any(1, 130) : any(2000, 2200), I = any(1, 130);
+    const int64_t T = any(0, 9) ? any(0, 60) : any(80, 700), D = any(0, 9) ? any(1, 130) : any(2000, 2200);
+    const int64_t I = any(1, 130);
     const int64_t E = any(1, 6), K = any(1, E);
     const auto x = Tensor<W>::random(T * D);
     std::vector<Tensor<W>> matrices;

@@ -51,8 +51,8 @@ inline void gate_pairs(const float *gate, const float *up, bfloat16 *packed) {
     std::memcpy(packed, &pairs, sizeof pairs);
 }
 
-// Two strips of up to 16 rows at a time, one below the other or one of each matrix, with all tokens. Results go PAST the
-// caches.
+// Two strips of up to 16 rows at a time, one below the other or one of each matrix, with all tokens. Results go PAST
+// the caches.
 template <bool PAST>
 void multiply(const Products::Chunk &chunk, const Products::Chunk &next, int64_t columns) {
     alignas(64) float out[2 * ROWS * WIDE];
