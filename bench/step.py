@@ -41,6 +41,7 @@ AROUND_BAR = 0.08  # of a step
 RULE_BAR = 0.02  # of a step
 READ_BAR = 0.9  # of the read bandwidth
 READINGS = 3  # of it before and after a step
+HUGE_PAGE = 1 << 21  # bytes
 Step = Callable[[Tensor, KVCache], Tensor]  # from a token's id and the cache, which it extends, to logits [1, V]
 RULES = {"top_k": "", "elbow": f"at most {100 * RULE_BAR:.0f}"}  # and their bars in % of a step
 
@@ -98,18 +99,39 @@ def products_alone(engine: Engine, routings: list[Routing]) -> float:
     return time.perf_counter() - start
 
 
-def reading_alone(engine: Engine, routings: list[Routing], loop: Callable[[Tensor, int], None]) -> float:
-    """Seconds that a read loop takes for the weights of a step, matrix by matrix, where they lie."""
+def step_matrices(engine: Engine, routings: list[Routing]) -> list[Tensor]:
+    """All weights of a step."""
     matrices = shared_matrices(engine)
     for layer, routing in zip(engine.model.layers, routings, strict=True):
         of = layer.experts.weights
         for e in routing.experts_TK.flatten().tolist():
             matrices += [of.gate_EID[e], of.up_EID[e], of.down_EDI[e]]
-    threads = torch.get_num_threads()
+    return matrices
+
+
+def reading_alone(engine: Engine, routings: list[Routing], loop: Callable[[Tensor, int], None]) -> float:
+    """Seconds that a read loop takes for the weights of a step, matrix by matrix, where they lie."""
+    matrices, threads = step_matrices(engine, routings), torch.get_num_threads()
     start = time.perf_counter()
     for matrix in matrices:
         loop(matrix, threads)
     return time.perf_counter() - start
+
+
+def of_each_page(matrix: Tensor) -> Tensor:
+    """A copy of at least one number of each huge page that a matrix has a part in."""
+    numbers = matrix.flatten()
+    return torch.cat([numbers[:: HUGE_PAGE // numbers.itemsize], numbers[-1:]])
+
+
+def touched_products(engine: Engine, routings: list[Routing]) -> float:
+    """Seconds of a step's products when something of each page has been read just before.
+
+    A virtual machine may have lost pages that its own system holds, and waits for its host at the first access.
+    """
+    for matrix in step_matrices(engine, routings):
+        of_each_page(matrix)
+    return products_alone(engine, routings)
 
 
 def random_routings(engine: Engine) -> list[Routing]:
@@ -122,8 +144,9 @@ def random_routings(engine: Engine) -> list[Routing]:
 def measure(engine: Engine, rounds: int, context: int) -> dict[str, Spread]:
     """Seconds of whole steps by top-k and of their products, what is left as a share, and each rule's share.
 
-    And the share of the read bandwidth that a step uses: its bytes of weights, over what could be read meanwhile; and
-    what a read loop over the weights of a step, where they lie, takes of the time of their products.
+    And the share of the read bandwidth that a step uses: its bytes of weights, over what could be read meanwhile; the
+    seconds of products whose pages have just been touched; and what a read loop over the weights of a step, where they
+    lie, takes of the time of their products.
     """
     config, model = engine.config, engine.model
     hit, size = config.num_layers * config.top_k, model.dtype.itemsize
@@ -140,7 +163,7 @@ def measure(engine: Engine, rounds: int, context: int) -> dict[str, Spread]:
         # A prompt that uses every expert brings the pages of the file into this process.
         model.forward(Batch(torch.randint(config.vocab_size, (context,)), [context], [cache]), rules["top_k"])
         sampler, generated = Sampler(Sampling(temperature=0)), as_generated(engine, rules["top_k"])
-        steps, products, reads, loops = [], [], [], []
+        steps, products, touched, reads, loops = [], [], [], [], []
         shares: dict[str, list[float]] = {name: [] for name in rules}
         probes = {name: RuleTime() for name in rules}
         ruled = {name: as_generated(engine, rule, probes[name]) for name, rule in rules.items()}
@@ -149,6 +172,7 @@ def measure(engine: Engine, rounds: int, context: int) -> dict[str, Spread]:
             step = whole_step(generated, engine, cache, sampler)
             readable_bytes = step * (before + readable()) / 2
             product = products_alone(engine, random_routings(engine))
+            no_waits = touched_products(engine, random_routings(engine))
             looped = reading_alone(engine, random_routings(engine), loop) / product
             for probe in probes.values():
                 probe.seconds = 0.0
@@ -156,13 +180,14 @@ def measure(engine: Engine, rounds: int, context: int) -> dict[str, Spread]:
             if turn:
                 steps.append(step)
                 products.append(product)
+                touched.append(no_waits)
                 reads.append(weight_bytes / readable_bytes)
                 loops.append(looped)
                 for name, values in shares.items():
                     values.append(probes[name].seconds / seconds[name])
     around = [1 - product / step for step, product in zip(steps, products, strict=True)]
     measured = {"step_seconds": steps, "product_seconds": products, "around_share": around, "read_share": reads}
-    measured["loop_share"] = loops
+    measured |= {"touched_product_seconds": touched, "loop_share": loops}
     measured |= {f"{name}_share": values for name, values in shares.items()}
     return {name: Spread.of(values) for name, values in measured.items()}
 
@@ -189,6 +214,7 @@ def main() -> None:
     rows = [
         ["whole step, ms", measured["step_seconds"].text(1e3), ""],
         ["its products alone, ms", measured["product_seconds"].text(1e3), ""],
+        ["its products, pages touched before, ms", measured["touched_product_seconds"].text(1e3), ""],
         ["all else, % of the step", measured["around_share"].text(100), f"at most {100 * AROUND_BAR:.0f}"],
         ["read bandwidth used, %", measured["read_share"].text(100), f"at least {100 * READ_BAR:.0f}"],
         ["read loop over its weights, % of its products", measured["loop_share"].text(100), ""],

@@ -378,6 +378,14 @@ def test_the_products_of_a_step_are_all_there_are(bench_model: Path, monkeypatch
     assert set(read) == matrices
 
 
+@pytest.mark.parametrize("size", [1, 100, step.HUGE_PAGE // 8, 5 * step.HUGE_PAGE // 16 + 3])
+def test_something_of_each_huge_page_is_read(size: int) -> None:
+    numbers = torch.arange(size)
+    read = {(numbers.data_ptr() + 8 * number) // step.HUGE_PAGE for number in step.of_each_page(numbers).tolist()}
+    end = numbers.data_ptr() + numbers.nbytes - 1
+    assert read == set(range(numbers.data_ptr() // step.HUGE_PAGE, end // step.HUGE_PAGE + 1))
+
+
 def test_the_read_loop_reads_the_weights_of_a_step(bench_model: Path) -> None:
     engine, read = load(bench_model), []
     step.reading_alone(engine, step.random_routings(engine), lambda tensor, _: read.append(tensor))

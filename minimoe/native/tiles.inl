@@ -103,8 +103,10 @@ template <int N, bool FRESH>
 void products(const bfloat16 *w, int64_t rows, int64_t columns, const bfloat16 *x, int64_t x_width,
               const bfloat16 *next, float *out) {
     static_assert(0 < N && N <= MOST, "tiles 6 and 7 hold the factors");
-    // With a lone tile of tokens there is nothing to wait for but rows, which the processor then foresees best unaided.
-    constexpr int64_t AHEAD = FRESH && N > 1 ? 8 * PLACES : 0;
+    // With a lone tile of tokens there is nothing to wait for but rows, which the processor then foresees best unaided,
+    // as soon as it has seen where they begin.
+    constexpr bool LONE = N == 1;
+    constexpr int64_t AHEAD = (LONE ? 4 : 8) * PLACES;
     alignas(64) bfloat16 copy[TILE];
     if (N > 0) _tile_zero(0);
     if (N > 1) _tile_zero(1);
@@ -113,8 +115,9 @@ void products(const bfloat16 *w, int64_t rows, int64_t columns, const bfloat16 *
     if (N > 4) _tile_zero(4);
     if (N > 5) _tile_zero(5);
     for (int64_t i = 0; i < columns; i += PLACES) {
-        if (AHEAD) {
-            const bfloat16 *const later = i + AHEAD < columns ? w + i + AHEAD : next + i + AHEAD - columns;
+        const bool ends = i + AHEAD >= columns;
+        if (FRESH && (ends || !LONE)) {
+            const bfloat16 *const later = ends ? next + i + AHEAD - columns : w + i + AHEAD;
             for (int64_t r = 0; r < ROWS; r++) __builtin_prefetch(later + r * columns, 0, 2);
         }
         const Place some = weight_tile(w + i, columns, rows, columns - i, copy);
