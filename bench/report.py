@@ -105,13 +105,19 @@ def machine(threads: int) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's name as Linux gives it, or what Python knows elsewhere."""
+    """The processor as Linux names it, or what Python knows elsewhere.
+
+    With family and model, where it has such: in virtual machines generations that differ much are all an "AMD EPYC".
+    """
     try:
         listing = Path("/proc/cpuinfo").read_text("utf-8")
     except OSError:
         listing = ""
-    found = re.search(r"^model name\s*:\s*(.+)$", listing, re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    found = dict(re.findall(r"^(model name|cpu family|model)\s*: *(.*)$", listing, re.MULTILINE))
+    if not found.get("model name"):
+        return platform.processor() or platform.machine()
+    numbers = [f"{key.split()[-1]} {found[key]}" for key in ("cpu family", "model") if key in found]
+    return ", ".join([found["model name"].strip(), *([" ".join(numbers)] if numbers else [])])
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

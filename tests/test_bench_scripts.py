@@ -281,6 +281,22 @@ def test_a_machine_is_described_for_json() -> None:
     assert about["torch"] == torch.__version__
 
 
+@pytest.mark.parametrize(
+    ("listing", "name"),
+    [
+        (
+            "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n\nmodel\t\t: 17\n",
+            "AMD EPYC, family 25 model 17",
+        ),
+        ("processor\t: 0\nmodel name\t: ARMv8 Processor \n", "ARMv8 Processor"),
+        ("processor\t: 0\n", report.platform.processor() or report.platform.machine()),
+    ],
+)
+def test_processors_of_one_name_are_told_apart(listing: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda *_: listing)
+    assert report.cpu_name() == name
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "2.5", "two", ""])
 def test_counts_below_one_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="at least 1"):
