@@ -216,7 +216,7 @@ def main() -> None:
 
 
 def _chosen(parser: argparse.ArgumentParser, option: str, text: str | None, known: Iterable[str]) -> list[str]:
-    names = [name.strip() for name in text.split(",")] if text else list(known)
+    names = list(known) if text is None else [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in known]
     if unknown:
         parser.error(f"{option} does not know {unknown[0]!r}; choose from {', '.join(known)}.")

@@ -5,6 +5,7 @@ Run: python -m bench.readme_compare, after the embedded model or a rule has chan
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import subprocess
 import sys
@@ -35,6 +36,7 @@ def filled(page: str, table: str, picture: str) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.split("\n\n")[0]).parse_args()
     path = ROOT / "README.md"
     page = path.read_text("utf-8")
     words = words_of(split(page)[1])[1:]

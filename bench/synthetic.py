@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 import tempfile
@@ -100,7 +101,7 @@ def write(folder: Path, recipe: Recipe) -> bool:
     One layer is in memory at a time, and a folder appears only when it is complete.
 
     Raises:
-        InputError: an impossible recipe, or the folder holds something else.
+        InputError: an impossible recipe, the folder holds something else, or there is no room for it.
     """
     config = recipe.config
     if folder.exists():
@@ -109,13 +110,20 @@ def write(folder: Path, recipe: Recipe) -> bool:
             raise InputError(f"{folder} holds something else; give --out another folder, or remove it first.")
         return False
     partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was interrupted
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     partial.mkdir(parents=True)
-    _write_weights(partial, recipe)
-    _write_tokenizer(partial / "tokenizer.json", config.vocab_size)
-    _write_json(partial / "config.json", recipe.raw_config)
-    _write_json(partial / STAMP, asdict(recipe))
-    partial.rename(folder)
+    try:
+        size = 2 * sum(math.prod(shape) for _, shape in tensor_shapes(config))
+        free = shutil.disk_usage(partial).free
+        if size > free:
+            raise InputError(f"{folder} will take {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free there.")
+        _write_weights(partial, recipe)
+        _write_tokenizer(partial / "tokenizer.json", config.vocab_size)
+        _write_json(partial / "config.json", recipe.raw_config)
+        _write_json(partial / STAMP, asdict(recipe))
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return True
 
 

@@ -357,9 +357,9 @@ def _device(name: str) -> torch.device:
 def _notes(dtype: torch.dtype, device: torch.device, backend: str) -> list[str]:
     if device.type != "cpu":
         return []
-    notes, threads, processors = [], torch.get_num_threads(), os.cpu_count() or 1
+    notes, threads, processors = [], torch.get_num_threads(), _processors()
     if threads > processors:
-        notes.append(f"{threads} threads share this machine's {processors} processors, which is slower than as many.")
+        notes.append(f"{threads} threads share the {processors} processors there are, which is slower than as many.")
     if backend.startswith("native"):
         return notes
     if not instruction_sets():
@@ -369,3 +369,8 @@ def _notes(dtype: torch.dtype, device: torch.device, backend: str) -> list[str]:
         name = str(dtype).removeprefix("torch.")
         notes.append(f"This CPU has no instructions for {name}, so it is emulated and slow; --dtype float32 is faster.")
     return notes
+
+
+def _processors() -> int:
+    """Those that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

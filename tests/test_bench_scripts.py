@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -99,6 +100,32 @@ def test_a_checkpoint_is_written_once_and_never_over_something_else(bench_model:
         synthetic.write(tmp_path / "none", Recipe(changes={"num_hidden_layers": 0}))
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
     assert {path.name: path.stat().st_mtime_ns for path in bench_model.iterdir()} == before
+
+
+def test_a_checkpoint_that_does_not_fit_on_the_disk_is_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 2 * sum(math.prod(shape) for _, shape in tensor_shapes(Recipe(changes=SMALL).config))
+    monkeypatch.setattr(synthetic.shutil, "disk_usage", lambda _: SimpleNamespace(free=size - 1))
+    with pytest.raises(InputError, match="are free there"):
+        synthetic.write(tmp_path / "model", Recipe(changes=SMALL))
+    monkeypatch.setattr(synthetic.shutil, "disk_usage", lambda _: SimpleNamespace(free=size))
+    monkeypatch.setattr(synthetic, "_write_tokenizer", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        synthetic.write(tmp_path / "model", Recipe(changes=SMALL))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("option", ["--work", "--engines"])
+@pytest.mark.parametrize("names", ["", "decode 1,,", "walk"])
+def test_work_and_engines_that_are_none_are_refused(
+    option: str, names: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["peers", option, names])
+    with pytest.raises(SystemExit) as ended:
+        peers.main()
+    assert ended.value.code == 2
+    assert f"{option} does not know" in capsys.readouterr().err
 
 
 def test_the_seed_decides_the_bytes_and_an_interrupted_run_leaves_none(bench_model: Path, tmp_path: Path) -> None:

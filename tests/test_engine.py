@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -461,6 +463,23 @@ def test_dtype_is_kept_and_overridden(checkpoint: Callable[..., Path]) -> None:
     assert (kept.model.dtype, widened.model.dtype) == (torch.bfloat16, torch.float32)
     assert widened.weight_bytes == 2 * kept.weight_bytes
     assert widened.model.head_VD is widened.model.embed_VD
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinities")
+@pytest.mark.parametrize(("variable", "threads"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, 2)])
+def test_affinity_and_the_environment_set_the_threads(variable: dict[str, str], threads: int) -> None:
+    code = "import minimoe, torch; print(torch.get_num_threads(), *minimoe.load('tiny').notes, torch.get_num_threads())"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    run = subprocess.run(
+        [sys.executable, "-c", f"import os; os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}}); {code}"],
+        env={**environment, **variable},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, *notes, last = run.stdout.split()
+    assert (int(first), int(last)) == (threads, threads)
+    assert (" ".join(notes[:2]) == "2 threads") == (threads == 2)
 
 
 def test_more_threads_than_processors_are_warned_of(checkpoint: Callable[..., Path]) -> None:

@@ -96,6 +96,21 @@ def test_large_scores_and_later_positions_do_no_harm(kernels: Kernels) -> None:
 
 
 @each_set
+@each_dtype
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, 3e38])
+def test_a_broken_query_breaks_no_other(kernels: Kernels, dtype: torch.dtype, broken: float) -> None:
+    """Neither those before it nor those of another head, whatever is computed after it in the same memory."""
+    for positions in (51, 75, 200):
+        q_NHd, k_GSd, v_GSd = drawn(50, positions, 3, 1, 20, dtype)
+        spoilt = q_NHd.clone()
+        spoilt[49, 1] = broken
+        with threads(1):
+            plain, found = (kernels.attend(q, k_GSd, v_GSd) for q in (q_NHd, spoilt))
+        plain[49, 1] = found[49, 1] = 0
+        assert torch.equal(found, plain)
+
+
+@each_set
 def test_scores_of_minus_infinity_count_for_nothing(kernels: Kernels) -> None:
     """A whole block of positions of them, and then others."""
     q_NHd, k_GSd, v_GSd = drawn(3, 100, 1, 1, 4, torch.float32)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
-from bench.readme_compare import filled, split, words_of
+import pytest
+
+from bench.readme_compare import filled, main, split, words_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,3 +28,9 @@ def test_the_readme_shows_every_rule_of_its_command_and_its_picture() -> None:
     names = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("|")]
     assert set(words[words.index("--routers") + 1].split(",")) <= set(names)
     assert (ROOT / words[words.index("--plot") + 1]).is_file()
+
+
+def test_arguments_are_refused_before_anything_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["readme_compare", "--foo"])
+    with pytest.raises(SystemExit, match="2"):
+        main()

@@ -72,7 +72,7 @@ void multiply(const Products::Chunk &chunk, const Products::Chunk &next, int64_t
             const int64_t tokens = std::min(part, of.tokens - t);
             const bfloat16 *const x = of.x + t / TOKENS * x_width;
             const auto some = t ? products<false> : products<true>;
-            some(upper, rows, columns, x, x_width, tokens, lower, out);
+            some(upper, rows, columns, x, x_width, tokens, lower_rows > 0 ? lower : after, out);
             if (lower_rows > 0) some(lower, lower_rows, columns, x, x_width, tokens, after, out + ROWS * WIDE);
             if (!of.ups) {
                 scatter<PAST>(out, WIDE, rows, tokens, of.y + t * of.rows + row, of.rows);

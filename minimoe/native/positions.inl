@@ -70,6 +70,8 @@ class PositionBlock {
     // Units of a query, and places of a sum, that a block of queries has room for.
     static int64_t units(int64_t d) { return (d + UNIT<W> - 1) / UNIT<W>; }
     static int64_t places(int64_t d) { return d; }
+    // Positions whose weights are read where there are so many.
+    static int64_t mixed(int64_t positions) { return positions; }
 
     explicit PositionBlock(int64_t d) : d_(d), copies_(POSITIONS * units(d)), values_(POSITIONS / UNIT<W> * d) {}
 
@@ -78,7 +80,8 @@ class PositionBlock {
         this->start = start, this->count = count, groups_ = (count + UNIT<W> - 1) / UNIT<W>;
         // Keys as they lie, unless their units are of another kind.
         keys_ = reinterpret_cast<const float *>(k), row_ = stride / UNIT<W>;
-        if (sizeof(W) != sizeof(Packed<W>) || d_ % UNIT<W> || stride % UNIT<W>) {
+        const bool apart = reinterpret_cast<uintptr_t>(k) % sizeof(float) || stride % UNIT<W> || d_ % UNIT<W>;
+        if (sizeof(W) != sizeof(Packed<W>) || apart) {
             keys_ = copies_.data(), row_ = units(d_);
             for (int64_t s = 0; s < count; s++) units_along(k + s * stride, d_, &copies_[s * row_]);
         }

@@ -23,10 +23,7 @@ class QueryBlock {
    public:
     explicit QueryBlock(int64_t d)
         : d_(d), queries_(Positions::units(d) * QUERIES), scores_(Positions::POSITIONS * QUERIES),
-          weights_(Positions::POSITIONS / UNIT<W> * QUERIES), sums_(Positions::places(d) * QUERIES) {
-        // Weights of positions beyond the last are multiplied with zeros, and so may be anything but NaN.
-        std::fill_n(weights_.data(), Positions::POSITIONS / UNIT<W> * QUERIES, 0.0f);
-    }
+          weights_(Positions::POSITIONS / UNIT<W> * QUERIES), sums_(Positions::places(d) * QUERIES) {}
 
     // `count` queries, `stride` numbers apart, of positions from `position` on.
     void begin(const W *q, int64_t count, int64_t stride, int64_t position) {
@@ -93,6 +90,9 @@ class QueryBlock {
             }
             std::memcpy(&weights_[s / UNIT<W> * QUERIES + v * WIDTH], &unit, sizeof unit);
         }
+        // Those beyond the last that `mix` reads: zeros, for what was there may have been a NaN.
+        for (int64_t u = (positions + UNIT<W> - 1) / UNIT<W>; u < Positions::mixed(positions) / UNIT<W>; u++)
+            std::fill_n(&weights_[u * QUERIES + v * WIDTH], WIDTH, 0.0f);
         std::memcpy(most_ + v * WIDTH, &most, sizeof most);
         std::memcpy(total_ + v * WIDTH, &total, sizeof total);
     }

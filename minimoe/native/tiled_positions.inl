@@ -6,6 +6,7 @@ class TiledPositions {
     static constexpr int64_t POSITIONS = 128;
     static int64_t units(int64_t d) { return (d + PLACES - 1) / PLACES * TOKENS; }
     static int64_t places(int64_t d) { return (d + 2 * ROWS - 1) / (2 * ROWS) * 2 * ROWS; }
+    static int64_t mixed(int64_t positions) { return (positions + PLACES - 1) / PLACES * PLACES; }
 
     explicit TiledPositions(int64_t d)
         : d_(d), copies_(POSITIONS * 2 * units(d)), values_(places(d) * POSITIONS) {
