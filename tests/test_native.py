@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -250,6 +251,27 @@ def test_several_weights_at_once_are_each_alone(kernels: Kernels, dtype: torch.d
     together = kernels.linears(x_TA, weights)
     assert all(torch.equal(a, product(kernels, x_TA, w)) for a, w in zip(together, weights, strict=True))
     assert kernels.linears(x_TA, []) == []
+
+
+@each_set
+def test_a_call_without_memory_is_an_error_and_the_next_one_works(kernels: Kernels) -> None:
+    code = f"""
+import resource, torch
+from minimoe.native.sets import find_kernels
+kernels = find_kernels({kernels.name!r})
+x, w = torch.ones(60000, 1024, dtype=torch.bfloat16), torch.ones(2, 1024, dtype=torch.bfloat16)
+kernels.linears(x[:3], [w])
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+limits = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (size + (50 << 20), limits[1]))
+try:
+    kernels.linears(x, [w])
+except MemoryError:
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+    print(*{{y.float().sum().item() for y in kernels.linears(x[:300], [w])}})
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == [str(300 * 2 * 1024.0)]
 
 
 @each_set

@@ -47,32 +47,34 @@ int64_t decode(int set, int threads, const ModelPlaces &of, const StepPlaces &at
         Decision followed;
         if (!decided) {
             W *const logits = static_cast<W *>(into.router_logits) + layer * T * E;
-            minimoe_attention(set, threads, of.attention[layer], &at, x, mixed);
+            if (const int refused = minimoe_attention(set, threads, of.attention[layer], &at, x, mixed)) return refused;
             seconds[0] = clock();
-            minimoe_gate(set, threads, of.gates[layer], T, mixed, normed, logits);
+            if (const int refused = minimoe_gate(set, threads, of.gates[layer], T, mixed, normed, logits)) return refused;
             if (!minimoe_finite(of.dtype, T * E, logits)) return layer + 1;
             seconds[1] = clock();
             if (!rules) return 0;
             const int64_t K = rules->limit;
             int64_t *const experts = into.experts + layer * T * K, *const k = into.k + layer * T;
             float *const weights = into.weights + layer * T * K;
-            minimoe_prefix(set, of.dtype, threads, T, E, &rules[layer], logits, experts, weights, k);
+            if (const int refused =
+                    minimoe_prefix(set, of.dtype, threads, T, E, &rules[layer], logits, experts, weights, k))
+                return refused;
             followed = {K, experts, weights, k};
             decided = &followed;
             seconds[2] = clock();
         }
-        if (minimoe_experts(set, threads, of.experts[layer], T, decided->K, normed, decided->experts, decided->weights,
-                            decided->k, x) < 0)
-            return BROKEN_ROUTING;
+        const int64_t done = minimoe_experts(set, threads, of.experts[layer], T, decided->K, normed, decided->experts,
+                                             decided->weights, decided->k, x);
+        if (done < 0) return done == NO_MEMORY ? NO_MEMORY : BROKEN_ROUTING;
         add(mixed, T * D, x);
         seconds[3] = clock();
         decided = nullptr;
     }
-    minimoe_norm(set, of.dtype, threads, T, D, of.eps, x, of.norm, normed);
+    if (const int refused = minimoe_norm(set, of.dtype, threads, T, D, of.eps, x, of.norm, normed)) return refused;
     ends[1] = clock();
-    minimoe_linear(set, of.dtype, threads, T, D, 1, &of.V, normed, &of.head, &into.logits);
+    const int refused = minimoe_linear(set, of.dtype, threads, T, D, 1, &of.V, normed, &of.head, &into.logits);
     ends[2] = clock();
-    return 0;
+    return refused;
 }
 
 }  // namespace
@@ -83,7 +85,8 @@ extern "C" {
 // are no rules: up to the router logits of the first layer, and, from a layer about which somebody has decided, up to
 // those of the next one or the end. Returns 0; or the number, counted from 1, of a layer whose router logits are not
 // finite; or a refusal: -1 where a cache has no room for one more position and -2 where an id is out of range, then
-// nothing was written; -3 where a k or an expert's id is out of range. The caches are written to, but not longer.
+// nothing was written; -3 where a k or an expert's id is out of range, -9 where memory ran out. The caches are written
+// to, but not longer.
 int64_t minimoe_decode(int set, int threads, const ModelPlaces *of, const StepPlaces *at, const PrefixRule *rules,
                        const int64_t *ids, const StepResults *into, int64_t layer, const Decision *decided) {
     for (int64_t t = 0; t < at->T; t++) {

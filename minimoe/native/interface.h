@@ -4,8 +4,22 @@
 #pragma once
 
 #include <cstdint>
+#include <new>
 
 namespace minimoe {
+
+constexpr int NO_MEMORY = -9;  // what a call returns that found none: nothing that it writes is to be used
+
+// What work() returns; no exception may leave a function that C calls. What grows with a call is reserved before its
+// threads start, where this catches it; the little that each of them keeps for itself is not.
+template <class F>
+auto guarded(F work) -> decltype(work()) {
+    try {
+        return work();
+    } catch (const std::bad_alloc &) {
+        return NO_MEMORY;
+    }
+}
 
 // What lies in one place over many calls, as minimoe/native/places.py writes it down.
 struct ExpertPlaces {
@@ -69,28 +83,29 @@ struct StepResults {
 
 }  // namespace minimoe
 
+// Those that return int return 0, or what is refused.
 extern "C" {
 int minimoe_sets();
 const char *minimoe_set_name(int set);
 int minimoe_set_supported(int set);
-void minimoe_linear(int set, int dtype, int threads, int64_t T, int64_t A, int64_t n, const int64_t *B, const void *x,
+int minimoe_linear(int set, int dtype, int threads, int64_t T, int64_t A, int64_t n, const int64_t *B, const void *x,
                     const void *const *w, void *const *y);
-void minimoe_rank(int set, int dtype, int threads, int64_t T, int64_t E, const void *logits, float *sorted,
+int minimoe_rank(int set, int dtype, int threads, int64_t T, int64_t E, const void *logits, float *sorted,
                   int64_t *experts);
 void minimoe_keep(int64_t T, int64_t E, int64_t K, const float *sorted, const int64_t *ranked, const int64_t *k,
                   int64_t *experts, float *weights);
-void minimoe_prefix(int set, int dtype, int threads, int64_t T, int64_t E, const minimoe::PrefixRule *rule,
+int minimoe_prefix(int set, int dtype, int threads, int64_t T, int64_t E, const minimoe::PrefixRule *rule,
                     const void *logits, int64_t *experts, float *weights, int64_t *k);
 int64_t minimoe_experts(int set, int threads, const minimoe::ExpertPlaces *of, int64_t T, int64_t K, const void *x,
                         const int64_t *experts, const float *weights, const int64_t *k, void *y);
-void minimoe_norm(int set, int dtype, int threads, int64_t T, int64_t D, float eps, const void *x, const void *w,
+int minimoe_norm(int set, int dtype, int threads, int64_t T, int64_t D, float eps, const void *x, const void *w,
                   void *y);
-void minimoe_turn(int set, int dtype, int threads, int64_t T, int64_t H, int64_t d, float eps, float clip, const void *x,
+int minimoe_turn(int set, int dtype, int threads, int64_t T, int64_t H, int64_t d, float eps, float clip, const void *x,
                   const void *w, const void *cos, const void *sin, void *y);
 int minimoe_finite(int dtype, int64_t n, const void *x);
-void minimoe_gate(int set, int threads, const minimoe::GatePlaces *of, int64_t T, const void *x, void *normed,
+int minimoe_gate(int set, int threads, const minimoe::GatePlaces *of, int64_t T, const void *x, void *normed,
                   void *logits);
-void minimoe_attend(int set, int dtype, int threads, int64_t N, int64_t S, int64_t H, int64_t G, int64_t d,
+int minimoe_attend(int set, int dtype, int threads, int64_t N, int64_t S, int64_t H, int64_t G, int64_t d,
                     int64_t position, int64_t head, const void *q, const void *k, const void *v, void *y);
 int minimoe_attention(int set, int threads, const minimoe::AttentionPlaces *of, const minimoe::StepPlaces *at,
                       const void *x, void *y);

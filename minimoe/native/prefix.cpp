@@ -88,19 +88,23 @@ void minimoe_keep(int64_t T, int64_t E, int64_t K, const float *sorted, const in
 }
 
 // Rank, count, cut and weigh at once, in rule->limit slots a token.
-void minimoe_prefix(int set, int dtype, int threads, int64_t T, int64_t E, const PrefixRule *rule, const void *logits,
+int minimoe_prefix(int set, int dtype, int threads, int64_t T, int64_t E, const PrefixRule *rule, const void *logits,
                     int64_t *experts, float *weights, int64_t *k) {
-    const int64_t K = rule->limit;
-    std::vector<float> sorted(T * E);
-    std::vector<int64_t> ranked(T * E);
-    minimoe_rank(set, dtype, threads, T, E, logits, sorted.data(), ranked.data());
+    return guarded([&] {
+        const int64_t K = rule->limit;
+        std::vector<float> sorted(T * E);
+        std::vector<int64_t> ranked(T * E);
+        if (const int refused = minimoe_rank(set, dtype, threads, T, E, logits, sorted.data(), ranked.data()))
+            return refused;
 #pragma omp parallel for num_threads(T < 64 ? 1 : threads) schedule(static)
-    for (int64_t t = 0; t < T; t++) k[t] = std::clamp(counted(*rule, &sorted[t * E], E), rule->floor, K);
-    minimoe_keep(T, E, K, sorted.data(), ranked.data(), k, experts, weights);
-    if (rule->mass == NONE) return;
-    for (int64_t t = 0; t < T; t++) {
-        const float times = factor(*rule, &sorted[t * E], E, k[t]);
-        for (int64_t j = 0; j < k[t]; j++) weights[t * K + j] *= times;
-    }
+        for (int64_t t = 0; t < T; t++) k[t] = std::clamp(counted(*rule, &sorted[t * E], E), rule->floor, K);
+        minimoe_keep(T, E, K, sorted.data(), ranked.data(), k, experts, weights);
+        if (rule->mass == NONE) return 0;
+        for (int64_t t = 0; t < T; t++) {
+            const float times = factor(*rule, &sorted[t * E], E, k[t]);
+            for (int64_t j = 0; j < k[t]; j++) weights[t * K + j] *= times;
+        }
+        return 0;
+    });
 }
 }

@@ -18,6 +18,7 @@ from minimoe.native.kernels import Kernels
 from minimoe.native.places import DTYPES
 
 NOT_BUILT = "the native kernels were not built on this machine; reinstall minimoe where a C++ compiler is found"
+NO_MEMORY = -9  # as in interface.h
 _INT, _INT64, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
@@ -33,32 +34,33 @@ def instruction_sets() -> tuple[Kernels, ...]:
         return ()
     library.minimoe_set_name.restype = ctypes.c_char_p
     library.minimoe_linear.argtypes = [*[_INT] * 3, *[_INT64] * 3, *[_POINTER] * 4]
-    library.minimoe_linear.restype = None
     library.minimoe_rank.argtypes = [*[_INT] * 3, *[_INT64] * 2, *[_POINTER] * 3]
-    library.minimoe_rank.restype = None
     library.minimoe_keep.argtypes = [*[_INT64] * 3, *[_POINTER] * 5]
     library.minimoe_keep.restype = None
     library.minimoe_prefix.argtypes = [*[_INT] * 3, *[_INT64] * 2, *[_POINTER] * 5]
-    library.minimoe_prefix.restype = None
     library.minimoe_norm.argtypes = [*[_INT] * 3, *[_INT64] * 2, _FLOAT, *[_POINTER] * 3]
-    library.minimoe_norm.restype = None
     library.minimoe_turn.argtypes = [*[_INT] * 3, *[_INT64] * 3, *[_FLOAT] * 2, *[_POINTER] * 5]
-    library.minimoe_turn.restype = None
     library.minimoe_finite.argtypes = [_INT, _INT64, _POINTER]
     library.minimoe_gate.argtypes = [*[_INT] * 2, _POINTER, _INT64, *[_POINTER] * 3]
-    library.minimoe_gate.restype = None
     library.minimoe_attention.argtypes = [*[_INT] * 2, *[_POINTER] * 4]
     library.minimoe_attend.argtypes = [*[_INT] * 3, *[_INT64] * 7, *[_POINTER] * 4]
-    library.minimoe_attend.restype = None
     library.minimoe_experts.argtypes = [*[_INT] * 2, _POINTER, *[_INT64] * 2, *[_POINTER] * 5]
     library.minimoe_experts.restype = _INT64
     library.minimoe_decode.argtypes = [*[_INT] * 2, *[_POINTER] * 5, _INT64, _POINTER]
     library.minimoe_decode.restype = _INT64
+    for kernel in ("linear", "rank", "prefix", "norm", "turn", "gate", "attention", "attend", "experts", "decode"):
+        getattr(library, f"minimoe_{kernel}").errcheck = _enough_memory
     return tuple(
         Kernels(library.minimoe_set_name(index).decode(), index, library)
         for index in range(library.minimoe_sets())
         if library.minimoe_set_supported(index)
     )
+
+
+def _enough_memory(result: int, _call: object, _arguments: object) -> int:
+    if result == NO_MEMORY:
+        raise MemoryError("the native kernels found no memory")
+    return result
 
 
 @functools.cache
