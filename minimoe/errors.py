@@ -14,7 +14,8 @@ class NumericalError(ArithmeticError):
 
 def router_error(layer: int) -> NumericalError:
     """What is raised for router logits that are not finite."""
-    return NumericalError(f"layer {layer}: the router logits are not finite; the weights or the inputs are broken.")
+    causes = "the weights, the inputs or what the rule made of a layer before it are" if layer else "the weights are"
+    return NumericalError(f"layer {layer}: the router logits are not finite; {causes} broken.")
 
 
 def described(error: BaseException) -> str:

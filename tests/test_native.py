@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import shutil
 import subprocess
 import sys
@@ -253,6 +254,7 @@ def test_several_weights_at_once_are_each_alone(kernels: Kernels, dtype: torch.d
     assert kernels.linears(x_TA, []) == []
 
 
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer takes all addresses there are")
 @each_set
 def test_a_call_without_memory_is_an_error_and_the_next_one_works(kernels: Kernels) -> None:
     code = f"""
