@@ -95,7 +95,7 @@ inline int64_t chunk_rows(int64_t rows, int64_t columns, int64_t bytes, int64_t 
     return std::max(std::min((rows + chunks * STEP - 1) / (chunks * STEP) * STEP, fitting), STEP);
 }
 
-// How many threads a call is worth that multiplies so many bytes of weights, as often as with a token.
+// How many threads a call is worth that multiplies so many bytes of weights, counted anew for every token.
 inline int worth(int64_t bytes, int threads) { return bytes < SERIAL_BYTES ? 1 : threads; }
 
 // The live pairs sorted by expert, within an expert by token.
